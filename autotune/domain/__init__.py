@@ -1,0 +1,1 @@
+"""The words of the product as frozen values: studies, trials, predictions, best configurations. No I/O."""

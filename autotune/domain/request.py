@@ -1,0 +1,68 @@
+"""`StudyRequest`: the body of ``POST /api/v1/studies``. Field names are a contract with clients."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
+
+from engine.config import OptimizerConfig
+from engine.report import MeasurePolicy
+from engine.spec import ModelSpec
+from engine.values import Count, Value
+
+Sampler = Literal["tpe", "gp", "random", "grid"]
+Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=120)]
+
+
+class TrainingSetup(Value):
+    """What must not change between configurations: it decides what is learned."""
+
+    global_batch_size: Count
+    optimizer: OptimizerConfig = OptimizerConfig()
+    gradient_clipping: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    seed: int = Field(0, ge=0, lt=2**31, description="of the initial weights and the batches")
+
+
+class HardwareRequest(Value):
+    """The devices to tune for. On CPU a device is a core."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: Count = Field(1, description="how many; the data-parallel size")
+    memory_limit_bytes: Count | None = Field(
+        None, description="device bytes per rank that a trial may use; exceeding it is an out-of-memory outcome")
+
+
+class SearchRequest(Value):
+    """How to search.
+
+    Only the knobs named in `space` vary; every other field keeps the base configuration's value. A knob maps to the
+    list of values to try, or to "auto" for the product's own list. Without `space`, the default space is searched.
+    """
+
+    sampler: Sampler = "tpe"
+    seed: int = Field(0, ge=0, lt=2**31)
+    space: dict[str, list[Any] | Literal["auto"]] | None = None
+    baseline: dict[str, Any] | None = Field(
+        None, description="the user's present configuration, fields of TrainConfig; measured as trial 0, and the base "
+        "of every other configuration")
+    finalists: int = Field(3, ge=1, le=10, description="how many of the fastest are measured again before one wins")
+    confirm_rounds: int = Field(2, ge=0, le=10, description="interleaved rounds in which finalists are measured again")
+    policy: MeasurePolicy = MeasurePolicy()
+
+
+class Budget(Value):
+    """A study ends when either is spent; the trial under way is finished."""
+
+    max_trials: int = Field(20, ge=1, le=10_000)
+    max_seconds: float = Field(600.0, gt=0, le=7 * 24 * 3600)
+    trial_timeout_seconds: float = Field(120.0, gt=0, le=24 * 3600, description="deadline of one trial")
+
+
+class StudyRequest(Value):
+    """One tuning job."""
+
+    name: Name
+    model: ModelSpec
+    training: TrainingSetup
+    hardware: HardwareRequest = HardwareRequest()
+    search: SearchRequest = SearchRequest()
+    budget: Budget = Budget()

@@ -1,0 +1,67 @@
+"""What is known of a model and of hardware, independent of any configuration: the inputs of prediction."""
+
+from pydantic import Field
+
+from engine.config import Checkpointing
+from engine.values import Precision, Value
+
+
+class ActivationBytes(Value):
+    """Activation bytes of one checkpointing choice in one precision, per sample of a micro-batch.
+
+    Attributes:
+        saved_per_sample: held from forward to backward.
+        peak_per_sample: largest sum of saved and transient bytes at any point of forward and backward.
+        fixed: bytes that do not grow with the micro-batch.
+    """
+
+    checkpointing: Checkpointing
+    precision: Precision
+    saved_per_sample: int
+    peak_per_sample: int
+    fixed: int = 0
+
+
+class ModelProfile(Value):
+    """The probe's result; counts are elements of distinct parameters (tied ones once)."""
+
+    fingerprint: str = Field(description="equal for equal tasks")
+    parameters: int
+    trainable_parameters: int
+    parameter_tensors: int
+    largest_parameter: int
+    buffer_bytes: int
+    block_class: str | None = Field(description="class name of the repeated block, None where nothing repeats")
+    block_count: int
+    block_parameters: int = Field(description="elements of the largest repeated block, 0 where nothing repeats")
+    tokens_per_sample: int
+    flops_per_sample: float = Field(description="floating-point operations of forward and backward, without recompute")
+    activations: tuple[ActivationBytes, ...]
+
+    def activation(self, checkpointing: Checkpointing, precision: Precision) -> ActivationBytes:
+        """The entry for one choice.
+
+        Raises:
+            KeyError: it was not probed.
+        """
+        for entry in self.activations:
+            if (entry.checkpointing, entry.precision) == (checkpointing, precision):
+                return entry
+        raise KeyError(f"no activation profile for checkpointing {checkpointing}, precision {precision}")
+
+
+class HardwareProfile(Value):
+    """The calibration's result for one group of devices."""
+
+    fingerprint: str = Field(description="equal for equal devices, device count and software")
+    device_type: str = Field(description="cpu, cuda, ... as torch names it")
+    device_name: str
+    world_size: int
+    memory_bytes: int = Field(description="usable bytes per device; on CPU this device's share of the host")
+    host_memory_bytes: int = Field(description="usable bytes of the whole host")
+    precisions: tuple[Precision, ...] = Field(description="those in which a forward and backward pass really ran")
+    matmul_flops_per_second: dict[Precision, float] = Field(description="best achieved, per device")
+    copy_bytes_per_second: float
+    allreduce_bytes_per_second: float | None = Field(description="message bytes over seconds; None at one rank")
+    allreduce_latency_seconds: float | None
+    software: dict[str, str] = Field(description="versions measured with, e.g. torch")

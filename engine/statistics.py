@@ -1,0 +1,45 @@
+"""Statistics of step times, shared by the worker that measures and the search that compares. Standard library only."""
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist, fmean, median, stdev
+
+
+def mean_interval(samples: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
+    """Confidence interval of the mean, Student's t with n-1 degrees of freedom.
+
+    Args:
+        samples: at least one value; with one value nothing is known, and the interval is (0, inf).
+
+    Returns:
+        (low, high), low >= 0 for positive samples.
+    """
+    if len(samples) < 2:
+        return 0.0, math.inf
+    half = t_quantile(0.5 + confidence / 2, len(samples) - 1) * stdev(samples) / math.sqrt(len(samples))
+    mean = fmean(samples)
+    return max(mean - half, 0.0), mean + half
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """Quantile of Student's t by the Cornish-Fisher expansion (Abramowitz & Stegun 26.7.5); exact for 1 and 2 degrees.
+
+    The error is below 1 % from 3 degrees on for probabilities up to 0.975.
+    """
+    if degrees == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if degrees == 2:
+        alpha = 4 * probability * (1 - probability)
+        return 2 * (probability - 0.5) * math.sqrt(2 / alpha)
+    z = NormalDist().inv_cdf(probability)
+    g1 = (z**3 + z) / 4
+    g2 = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    g3 = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    g4 = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
+    return z + g1 / degrees + g2 / degrees**2 + g3 / degrees**3 + g4 / degrees**4
+
+
+def is_steady(samples: Sequence[float], *, window: int = 3, tolerance: float = 0.15) -> bool:
+    """Whether the last `window` step times agree: their range is within `tolerance` of their median."""
+    last = samples[-window:]
+    return len(last) == window and max(last) - min(last) <= tolerance * median(last)
