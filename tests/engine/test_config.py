@@ -1,0 +1,101 @@
+"""`TrainConfig`, `OptimizerConfig` and the arithmetic of batch sizes."""
+
+import pytest
+from pydantic import ValidationError
+
+from engine.config import OptimizerConfig, TrainConfig, require_global_batch, resolve_batch_sizes
+from engine.errors import BatchSizeError
+
+
+def triple(**given: int) -> tuple[int, int, int]:
+    sizes = resolve_batch_sizes(data_parallel_size=2, **given)
+    return sizes.global_batch_size, sizes.micro_batch_size, sizes.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ({"global_batch_size": 8}, (8, 4, 1)),
+        ({"micro_batch_size": 2}, (4, 2, 1)),
+        ({"micro_batch_size": 2, "gradient_accumulation_steps": 3}, (12, 2, 3)),
+        ({"global_batch_size": 8, "micro_batch_size": 2}, (8, 2, 2)),
+        ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, (8, 2, 2)),
+        ({"global_batch_size": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 2}, (8, 2, 2)),
+    ],
+)
+def test_the_batch_triple_is_completed_from_any_sufficient_part(given, resolved):
+    assert triple(**given) == resolved
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "fields"),
+    [
+        ({"global_batch_size": 7}, "7 not divisible by 2", {"global_batch_size"}),
+        ({}, "give one of", {"global_batch_size", "micro_batch_size"}),
+        ({"gradient_accumulation_steps": 3}, "give one of", {"global_batch_size", "micro_batch_size"}),
+        ({"global_batch_size": 8, "micro_batch_size": 3}, "not divisible by 6",
+         {"global_batch_size", "micro_batch_size"}),
+        ({"global_batch_size": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 1}, "8 != 2*1*2",
+         {"global_batch_size", "micro_batch_size", "gradient_accumulation_steps"}),
+    ],
+)
+def test_an_open_or_contradictory_batch_triple_is_refused_naming_the_fields(given, message, fields):
+    with pytest.raises(BatchSizeError) as caught:
+        triple(**given)
+    assert message in str(caught.value)
+    assert set(caught.value.fields) == fields
+
+
+def test_a_configuration_must_train_on_the_global_batch_asked_for():
+    config = TrainConfig(micro_batch_size=2, gradient_accumulation_steps=3)
+    assert config.global_batch_size(2) == 12
+    require_global_batch(config, global_batch_size=12, data_parallel_size=2)
+    with pytest.raises(BatchSizeError, match=r"16 != 2\*3\*2"):
+        require_global_batch(config, global_batch_size=16, data_parallel_size=2)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "1.5", True, "many", None, float("inf"), float("nan"), "inf"])
+def test_a_bucket_size_that_is_no_positive_whole_number_is_refused_by_name(value):
+    with pytest.raises(ValidationError) as caught:
+        TrainConfig(reduce_bucket_size=value)
+    assert [error["loc"] for error in caught.value.errors()] == [("reduce_bucket_size",)]
+
+
+@pytest.mark.parametrize("value", [5e8, "5e8", 500_000_000, "500000000"])
+def test_a_bucket_size_may_be_written_in_exponent_form(value):
+    size = TrainConfig(reduce_bucket_size=value).reduce_bucket_size
+    assert size == 500_000_000
+    assert type(size) is int
+
+
+def test_the_reduce_dtype_follows_the_precision_unless_given():
+    assert TrainConfig(precision="bf16").reduce_dtype == "bf16"
+    assert TrainConfig(precision="bf16", reduce_dtype="fp32").reduce_dtype == "fp32"
+    assert TrainConfig.model_validate(TrainConfig(precision="bf16").model_dump()).reduce_dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"offload_param": True, "zero_stage": 2}, "zero_stage 3"),
+        ({"optimizer_precision": "compute", "precision": "fp16"}, "optimizer_precision"),
+        ({"zero_stage": 4}, "0, 1, 2 or 3"),
+        ({"zero_stge": 1}, "Extra inputs"),
+        ({"offload_optimizer_ratio": 1.2}, "less than or equal to 1"),
+    ],
+)
+def test_what_the_engine_cannot_run_is_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig(**fields)
+
+
+def test_a_configuration_survives_json_unchanged():
+    config = TrainConfig(zero_stage=3, precision="bf16", offload_param=True, offload_optimizer_ratio=0.3)
+    assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    "fields", [{"name": "adamw", "momentum": 0.9}, {"betas": (0.9, 1.0)}, {"lr": -1.0}, {"name": "x"}])
+def test_optimizer_fields_that_do_not_apply_are_refused(fields):
+    with pytest.raises(ValidationError):
+        OptimizerConfig(**fields)

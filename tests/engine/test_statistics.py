@@ -1,0 +1,42 @@
+"""Intervals and steadiness of step times, against scipy and against simulation."""
+
+import math
+import random
+
+import pytest
+from scipy import stats
+
+from engine.statistics import is_steady, mean_interval, t_quantile
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 8, 15, 30, 100])
+@pytest.mark.parametrize("probability", [0.75, 0.9, 0.975])
+def test_the_t_quantile_is_within_one_percent_of_the_exact_one(probability, degrees):
+    assert t_quantile(probability, degrees) == pytest.approx(stats.t.ppf(probability, degrees), rel=0.01)
+
+
+def test_the_interval_covers_the_true_mean_as_often_as_it_says():
+    rng = random.Random(0)
+    rounds = 2000
+    covered = 0
+    for _ in range(rounds):
+        low, high = mean_interval([rng.gauss(1.0, 0.1) for _ in range(6)])
+        covered += low <= 1.0 <= high
+    assert covered / rounds == pytest.approx(0.95, abs=0.015)
+
+
+def test_one_sample_says_nothing():
+    assert mean_interval([0.5]) == (0.0, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("samples", "steady"),
+    [
+        ([1.0, 1.0], False),
+        ([1.0, 1.05, 1.02], True),
+        ([9.0, 1.0, 1.05, 1.02], True),
+        ([1.0, 1.0, 2.0], False),
+    ],
+)
+def test_step_time_is_steady_once_the_last_three_agree(samples, steady):
+    assert is_steady(samples) is steady
