@@ -70,6 +70,20 @@ class PythonSpec(Value):
     arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the entry point")
 
 
+ALLOWED_TASKS_VARIABLE = "AUTOTUNE_ALLOWED_TASKS"
+
+
+def allowed_prefixes(text: str) -> tuple[str, ...]:
+    """The module prefixes in the operator's comma-separated list."""
+    return tuple(prefix for prefix in (part.strip() for part in text.split(",")) if prefix)
+
+
+def is_allowed_entry_point(entry_point: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether an entry point's module is one of the prefixes or lies below one; `ab` does not allow `abc`."""
+    module = entry_point.partition(":")[0]
+    return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
+
+
 ModelSpec = Annotated[GptSpec | VitSpec | HuggingFaceSpec | PythonSpec, Field(discriminator="kind")]
 
 

@@ -1,0 +1,101 @@
+"""The bundled decoder language model: pre-norm transformer with learned positions and a tied head (GPT-2)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.spec import GptSpec
+from engine.tasks.base import Batch
+from engine.tasks.synthetic import random_bits
+
+
+class GptBlock(nn.Module):
+    """Attention and feed-forward, each with its norm and residual. (B, L, H) -> (B, L, H)."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1 = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.projection = nn.Linear(hidden, hidden)
+        self.norm_2 = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x_BLH: Tensor) -> Tensor:
+        x_BLH = x_BLH + self._attend(self.norm_1(x_BLH))
+        out_BLH: Tensor = x_BLH + self.down(F.gelu(self.up(self.norm_2(x_BLH)), approximate="tanh"))
+        return out_BLH
+
+    def _attend(self, x_BLH: Tensor) -> Tensor:
+        batch, length, hidden = x_BLH.shape
+        qkv_BLH3 = self.qkv(x_BLH).view(batch, length, 3, self.heads, hidden // self.heads)
+        q_BNLD, k_BNLD, v_BNLD = qkv_BLH3.permute(2, 0, 3, 1, 4).unbind(0)
+        out_BNLD = F.scaled_dot_product_attention(q_BNLD, k_BNLD, v_BNLD, is_causal=True)
+        out_BLH: Tensor = self.projection(out_BNLD.transpose(1, 2).reshape(batch, length, hidden))
+        return out_BLH
+
+
+class Gpt(nn.Module):
+    """Token ids (B, L) -> logits (B, L, V)."""
+
+    def __init__(self, spec: GptSpec) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(spec.vocab, spec.hidden)
+        self.positions = nn.Embedding(spec.sequence_length, spec.hidden)
+        self.blocks = nn.ModuleList(GptBlock(spec.hidden, spec.heads) for _ in range(spec.layers))
+        self.norm = nn.LayerNorm(spec.hidden)
+        self.head = nn.Linear(spec.hidden, spec.vocab, bias=False)
+        self.apply(_initialize)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        x_BLH = self.tokens(ids_BL) + self.positions(torch.arange(ids_BL.shape[1], device=ids_BL.device))
+        for block in self.blocks:
+            x_BLH = block(x_BLH)
+        logits_BLV: Tensor = self.head(self.norm(x_BLH))
+        return logits_BLV
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+class GptTask:
+    """Next-token prediction on arithmetic progressions of token ids: start and stride of each sample are random."""
+
+    strides = 8
+
+    def __init__(self, spec: GptSpec, *, seed: int = 0) -> None:
+        self.spec = spec
+        self.seed = seed
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.spec.sequence_length
+
+    def build_model(self) -> nn.Module:
+        return Gpt(self.spec)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """(ids, targets), both (B, L) int64."""
+        bits = random_bits(self.seed, indices, 2)
+        start, stride = bits[:, :1] % self.spec.vocab, 1 + bits[:, 1:] % self.strides
+        sequence = (start + stride * torch.arange(self.spec.sequence_length + 1)) % self.spec.vocab
+        return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        assert isinstance(batch, tuple)
+        ids_BL, targets_BL = batch
+        logits_BLV = model(ids_BL)
+        return F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(model, Gpt)
+        return list(model.blocks)

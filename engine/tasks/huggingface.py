@@ -1,0 +1,110 @@
+"""Any transformers causal language model or image classifier, from its config.json, with random weights.
+
+Nothing is downloaded and no code from a model repository is run: only classes that the installed transformers has.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.errors import TaskError
+from engine.spec import HuggingFaceSpec
+from engine.tasks.base import Batch, Task
+from engine.tasks.synthetic import random_bits, random_uniform
+
+_REMOTE_KEYS = ("auto_map", "_name_or_path", "trust_remote_code", "quantization_config")
+
+
+def build_huggingface_task(spec: HuggingFaceSpec, *, seed: int = 0) -> Task:
+    """The task of a specification.
+
+    Raises:
+        TaskError: transformers is missing, does not know the model type or has no such head for it.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+    except ImportError as error:
+        raise TaskError("model kind huggingface needs transformers: install autotune[huggingface]") from error
+    fields = {name: value for name, value in spec.config.items() if name not in _REMOTE_KEYS}
+    model_type = fields.pop("model_type")
+    try:
+        config = AutoConfig.for_model(model_type, **fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise TaskError(f"transformers cannot read the config of model_type {model_type!r}: {error}") from error
+    auto = AutoModelForCausalLM if spec.head == "causal_lm" else AutoModelForImageClassification
+    if type(config) not in auto._model_mapping:
+        raise TaskError(f"transformers has no {spec.head} model for model_type {model_type!r}: choose another head")
+    auto._model_mapping[type(config)]  # imports the modeling module now, before anything is measured
+    if spec.head == "causal_lm":
+        return CausalLmTask(config, auto.from_config, sequence_length=spec.sequence_length, seed=seed)
+    return ImageClassificationTask(config, auto.from_config, seed=seed)
+
+
+class CausalLmTask:
+    """Next-token prediction on arithmetic progressions of token ids, as the bundled `gpt`."""
+
+    def __init__(self, config: Any, from_config: Callable[[Any], Any], *, sequence_length: int, seed: int) -> None:
+        text = config.get_text_config()
+        limit = getattr(text, "max_position_embeddings", None)
+        if isinstance(limit, int) and 0 < limit < sequence_length:
+            raise TaskError(f"sequence_length {sequence_length} exceeds the model's max_position_embeddings {limit}")
+        if not isinstance(getattr(text, "vocab_size", None), int):
+            raise TaskError(f"config of {config.model_type!r} has no vocab_size")
+        self._config, self._from_config, self._seed = config, from_config, seed
+        self._vocab: int = text.vocab_size
+        self._length = sequence_length
+        config.use_cache = False
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self._length
+
+    def build_model(self) -> nn.Module:
+        model: nn.Module = self._from_config(self._config)
+        return model.float().train()
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """{input_ids, targets}, both (B, L) int64."""
+        bits = random_bits(self._seed, indices, 2)
+        start, stride = bits[:, :1] % self._vocab, 1 + bits[:, 1:] % 8
+        sequence = (start + stride * torch.arange(self._length + 1)) % self._vocab
+        return {"input_ids": sequence[:, :-1].contiguous(), "targets": sequence[:, 1:].contiguous()}
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        assert isinstance(batch, dict)
+        logits_BLV = model(input_ids=batch["input_ids"], use_cache=False).logits
+        return F.cross_entropy(logits_BLV.flatten(0, 1).float(), batch["targets"].flatten())
+
+
+class ImageClassificationTask:
+    """Classification of random images, label and image tied by a shift of the mean."""
+
+    def __init__(self, config: Any, from_config: Callable[[Any], Any], *, seed: int) -> None:
+        size = getattr(config, "image_size", 224)
+        self._size: tuple[int, int] = (size, size) if isinstance(size, int) else (size[0], size[1])
+        self._channels = int(getattr(config, "num_channels", 3))
+        self._classes = int(config.num_labels)
+        self._config, self._from_config, self._seed = config, from_config, seed
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Images per sample: 1, as the patches of an arbitrary model are not known."""
+        return 1
+
+    def build_model(self) -> nn.Module:
+        model: nn.Module = self._from_config(self._config)
+        return model.float().train()
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """{pixel_values (B, C, S, S) fp32, targets (B,) int64}."""
+        labels = random_bits(self._seed, indices, 1, stream=1)[:, 0] % self._classes
+        shape = (len(indices), self._channels, *self._size)
+        noise = random_uniform(self._seed, indices, self._channels * self._size[0] * self._size[1]).view(shape)
+        return {"pixel_values": noise - 0.5 + (labels.float() / self._classes).view(-1, 1, 1, 1), "targets": labels}
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        assert isinstance(batch, dict)
+        return F.cross_entropy(model(pixel_values=batch["pixel_values"]).logits.float(), batch["targets"])
