@@ -6,6 +6,7 @@ AutotuneError
 ├── ConflictError                      the state of things forbids it (cancel a finished study, ask for no winner)
 ├── ExportError                        a format cannot express the configuration
 ├── LeaseLostError                     a scheduler acted on a study that another one has taken over
+├── StoreUnavailableError            the database cannot be reached, or is not at the version of this code
 └── LaunchError                        worker processes could not be started
 """
 
@@ -45,6 +46,10 @@ class ExportError(AutotuneError):
 
 class LeaseLostError(AutotuneError):
     """The study was claimed by another scheduler: its lease's epoch has moved on."""
+
+
+class StoreUnavailableError(AutotuneError):
+    """The database cannot be reached, or its schema is not the one this code was written for."""
 
 
 class LaunchError(AutotuneError):

@@ -20,3 +20,19 @@ class DeviceLease(Value):
     study_id: str
     epoch: int
     expires_at: datetime
+
+
+class Host(Value):
+    """A machine whose scheduler offers its devices.
+
+    Attributes:
+        owner: the scheduler process that reported last.
+        last_seen_at: when it did; a host that has been silent for long is gone.
+    """
+
+    host: str
+    device_type: str
+    device_name: str
+    device_count: int
+    owner: str
+    last_seen_at: datetime
