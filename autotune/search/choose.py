@@ -1,0 +1,179 @@
+"""Which configurations come first, which are measured again, and which one wins. Pure.
+
+The objective is throughput, tokens per second at the fixed global batch, never the time of one forward pass: a smaller
+micro-batch is always quicker per pass. Only trials that ended `ok` can win; a measurement taken under contention counts
+only for the record.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+
+from autotune.domain.study import Trial, TrialRole, TrialState
+from autotune.search.plan import Plan
+from engine.config import TrainConfig
+from engine.report import Measurement, Outcome
+from engine.statistics import mean_interval
+from engine.values import Value
+
+
+class Throughput(Value):
+    """Tokens per second over all uncontended measurements of one trial.
+
+    Attributes:
+        interval: 95 % confidence interval.
+        relative_error: half the interval of the mean step time over that mean.
+    """
+
+    tokens_per_second: float
+    interval: tuple[float, float]
+    relative_error: float
+    step_seconds: float
+    samples_per_second: float
+
+
+class Choice(Value):
+    """The winner among the trials so far, with its evidence.
+
+    Attributes:
+        confirmed: measured again.
+        speedup: tokens per second over the baseline's; None where the baseline has no valid measurement.
+        tie_with: numbers of trials that may be as fast: their intervals overlap that of the fastest. The one that
+            needs least memory wins among them.
+    """
+
+    trial_number: int
+    config: TrainConfig
+    throughput: Throughput
+    peak_device_bytes: int
+    peak_host_bytes: int
+    confirmed: bool
+    baseline_trial_number: int | None
+    baseline_tokens_per_second: float | None
+    baseline_peak_device_bytes: int | None
+    speedup: float | None
+    speedup_interval: tuple[float, float] | None
+    tie_with: tuple[int, ...]
+
+
+def first_configs(plan: Plan) -> list[tuple[TrialRole, TrainConfig]]:
+    """What is tried before the sampler is asked: the baseline, and beside a baseline of the user's own the default."""
+    first = [(TrialRole.BASELINE, plan.baseline)]
+    if plan.space.has_own_baseline and plan.canonical(plan.default) != plan.canonical(plan.baseline):
+        first.append((TrialRole.DEFAULT, plan.default))
+    return first
+
+
+def finalists(trials: Sequence[Trial], count: int) -> list[int]:
+    """Numbers of the fastest trials, fastest first: those worth measuring again.
+
+    Trials measured only under contention come after all others: measuring again may clear them.
+    """
+    clean = [(rate.tokens_per_second, trial) for trial in trials if (rate := throughput(trial)) is not None]
+    clean.sort(key=lambda pair: (-pair[0], pair[1].number))
+    contended = [trial for trial in trials if _may_win(trial) and throughput(trial) is None]
+    contended.sort(key=lambda trial: (-_fastest(trial), trial.number))
+    return [trial.number for trial in [*(trial for _, trial in clean), *contended][:count]]
+
+
+def throughput(trial: Trial) -> Throughput | None:
+    """Pooled over the trial's uncontended measurements; None where nothing valid was measured."""
+    valid = [measurement for measurement in trial.measurements if _is_valid(measurement)]
+    if not _may_win(trial) or not valid:
+        return None
+    samples = [seconds for measurement in valid for seconds in measurement.step_seconds]
+    mean = fmean(samples)
+    # tokens of a step are the same for every configuration, so any measurement tells them
+    tokens_per_step = valid[0].tokens_per_second * fmean(valid[0].step_seconds)
+    rate = tokens_per_step / mean
+    low, high = mean_interval(samples)
+    if math.isfinite(high):
+        error = (high - mean) / mean
+        interval = (rate / (1 + error), rate / max(1 - error, 1 / (1 + error)))
+    else:
+        interval = valid[0].tokens_per_second_interval
+        error = max(interval[1] - rate, rate - interval[0], 0.0) / rate
+    return Throughput(tokens_per_second=rate, interval=interval, relative_error=error, step_seconds=mean,
+                      samples_per_second=valid[0].samples_per_second * fmean(valid[0].step_seconds) / mean)
+
+
+def choose(trials: Sequence[Trial], *, among: Sequence[int] | None = None) -> Choice | None:
+    """The winner: the fastest, or among those that may be as fast the one that needs least memory.
+
+    Args:
+        trials: of one study, in any order.
+        among: numbers of the finalists, once these have been measured again; None: every trial may win.
+
+    Returns:
+        None where no trial has a valid measurement: `why_no_winner` says why.
+    """
+    rates = {trial.number: rate for trial in trials if (rate := throughput(trial)) is not None}
+    by_number = {trial.number: trial for trial in trials}
+    eligible = [number for number in rates if among is None or number in among] or list(rates)
+    if not eligible:
+        return None
+    fastest = max(eligible, key=lambda number: (rates[number].tokens_per_second, -number))
+    tied = [number for number in eligible if rates[number].interval[1] >= rates[fastest].interval[0]]
+    winner = min(tied, key=lambda number: (_peak(by_number[number]), -rates[number].tokens_per_second, number))
+    trial, rate = by_number[winner], rates[winner]
+    baseline = next((other for other in trials if other.role is TrialRole.BASELINE), None)
+    baseline_rate = rates.get(baseline.number) if baseline is not None else None
+    speedup, speedup_interval = _speedup(rate, baseline_rate, same=baseline is not None and baseline.number == winner)
+    return Choice(
+        trial_number=winner, config=trial.config, throughput=rate, peak_device_bytes=_peak(trial)[0],
+        peak_host_bytes=_peak(trial)[1], confirmed=sum(_is_valid(each) for each in trial.measurements) > 1,
+        baseline_trial_number=baseline.number if baseline is not None else None,
+        baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate is not None else None,
+        baseline_peak_device_bytes=_peak(baseline)[0] if baseline is not None and baseline.measurements else None,
+        speedup=speedup, speedup_interval=speedup_interval,
+        tie_with=tuple(sorted(number for number in tied if number != winner)))
+
+
+def why_no_winner(trials: Sequence[Trial]) -> str:
+    """In words, for a study whose trials all failed: counts by outcome, and the first cause."""
+    finished = [trial for trial in trials if trial.outcome is not None]
+    if not finished:
+        return "no trial has finished yet"
+    counts = ", ".join(f"{count} x {outcome}" for outcome, count in
+                       Counter(trial.outcome.value for trial in finished if trial.outcome).most_common())
+    if all(trial.outcome is not None and trial.outcome.is_out_of_memory for trial in finished):
+        smallest = min(trial.config.micro_batch_size for trial in finished)
+        if smallest == 1:
+            return f"no feasible micro-batch: even micro_batch_size 1 ran out of memory ({counts})"
+        return f"no feasible configuration: all trials ran out of memory ({counts}); smallest micro-batch {smallest}"
+    first = next((trial for trial in finished
+                  if trial.outcome and not trial.outcome.is_out_of_memory and trial.detail), None)
+    cause = f"; trial {first.number}: {first.detail}" if first is not None else ""
+    return f"no trial gave a valid measurement ({counts}){cause}"
+
+
+def _may_win(trial: Trial) -> bool:
+    return trial.state is TrialState.FINISHED and trial.outcome is Outcome.OK and trial.measurement is not None
+
+
+def _is_valid(measurement: Measurement) -> bool:
+    return (not measurement.contended and len(measurement.step_seconds) > 0
+            and min(measurement.step_seconds) > 0 and measurement.tokens_per_second > 0)
+
+
+def _fastest(trial: Trial) -> float:
+    return max(measurement.tokens_per_second for measurement in trial.measurements)
+
+
+def _peak(trial: Trial) -> tuple[int, int]:
+    """(device, host) bytes, the largest over the trial's measurements."""
+    return (max(measurement.peak_device_bytes for measurement in trial.measurements),
+            max(measurement.peak_host_bytes for measurement in trial.measurements))
+
+
+def _speedup(rate: Throughput, baseline: Throughput | None,
+             *, same: bool) -> tuple[float | None, tuple[float, float] | None]:
+    """Ratio of two independent rates; relative errors add in squares (first-order error propagation)."""
+    if baseline is None:
+        return None, None
+    if same:
+        return 1.0, (1.0, 1.0)
+    ratio = rate.tokens_per_second / baseline.tokens_per_second
+    error = math.hypot(rate.relative_error, baseline.relative_error)
+    return ratio, (ratio / (1 + error), ratio * (1 + error))
