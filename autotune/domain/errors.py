@@ -3,13 +3,15 @@
 AutotuneError
 ├── InvalidRequestError (ValueError)   a request that can never run; carries (field, message) pairs
 ├── NotFoundError                      no such study, trial, model ...
-├── ConflictError                      the state of things forbids it (cancel a finished study, ask for no winner)
+├── ConflictError                      the state of things forbids it (cancel a finished study ...)
+│   └── NoWinnerError                  a study has no winner (yet); carries how its trials ended
 ├── ExportError                        a format cannot express the configuration
 ├── LeaseLostError                     a scheduler acted on a study that another one has taken over
 ├── StoreUnavailableError            the database cannot be reached, or is not at the version of this code
 └── LaunchError                        worker processes could not be started
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -38,6 +40,18 @@ class NotFoundError(AutotuneError):
 
 class ConflictError(AutotuneError):
     """The present state forbids the request; the message says what state that is."""
+
+
+class NoWinnerError(ConflictError):
+    """A study has no winner, or none yet.
+
+    Args:
+        outcomes: how many of its trials ended in which way; empty before the first.
+    """
+
+    def __init__(self, message: str, *, outcomes: Mapping[str, int]) -> None:
+        super().__init__(message)
+        self.outcomes = dict(outcomes)
 
 
 class ExportError(AutotuneError):

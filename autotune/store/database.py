@@ -18,7 +18,7 @@ from autotune.store.catalog import BestRepository, ProfileRepository
 from autotune.store.devices import DeviceLeaseRepository, HostRepository
 from autotune.store.events import EventRepository
 from autotune.store.migrations import require_head, upgrade_to_head
-from autotune.store.secrets import SettingsRepository, TokenRepository
+from autotune.store.secrets import SessionRepository, SettingsRepository, TokenRepository
 from autotune.store.studies import StudyRepository
 from autotune.store.trials import TrialRepository
 
@@ -40,6 +40,7 @@ class Transaction:
         self.hosts = HostRepository(connection, clock)
         self.leases = DeviceLeaseRepository(connection, clock)
         self.tokens = TokenRepository(connection, clock)
+        self.sessions = SessionRepository(connection, clock)
         self.settings = SettingsRepository(connection, clock)
 
 

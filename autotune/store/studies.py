@@ -73,13 +73,13 @@ class StudyRepository(Repository):
                                 "another request: use a new key for a new study")
         return first
 
-    def get(self, study_id: str) -> Study:
-        """One study with its plan.
+    def get(self, study_id: str, *, with_plan: bool = True) -> Study:
+        """One study; its plan, which may be large, only where wanted.
 
         Raises:
             NotFoundError: no such study.
         """
-        return self._one(study_id, tuple(studies.c))
+        return self._one(study_id, tuple(studies.c) if with_plan else _SMALL)
 
     def page(self, *, state: StudyState | None = None, model: str | None = None, cursor: str | None = None,
              limit: int = 50) -> Page[Study]:

@@ -125,6 +125,14 @@ class TrialRepository(Repository):
         return Page(items=tuple(_trial(row) for row in rows[:limit]),
                     next_cursor=encode_cursor(rows[limit - 1].number) if more else None)
 
+    def count(self, study_id: str | None = None) -> dict[str, int]:
+        """How many trials ended in which way, of one study or of all; those under way count as ``running``."""
+        ended = func.coalesce(trials.c.outcome, trials.c.state)
+        statement = select(ended, func.count()).group_by(ended)
+        if study_id is not None:
+            statement = statement.where(trials.c.study_id == study_id)
+        return {name: int(number) for name, number in self._connection.execute(statement)}
+
     def get(self, study_id: str, number: int) -> Trial:
         """One trial.
 

@@ -1,0 +1,67 @@
+"""What can be ordered. Every call is one transaction, committed here."""
+
+from autotune.domain.errors import FieldError, InvalidRequestError
+from autotune.domain.request import StudyRequest
+from autotune.domain.study import Study
+from autotune.search.space import parse_space
+from autotune.service.checks import check_devices, check_free_parts, check_idempotency_key, check_sizes, check_task
+from autotune.settings import Settings
+from autotune.store.database import Database
+from engine.errors import ConfigurationError
+
+
+class Commands:
+    """Writes for the REST handlers and the dashboard."""
+
+    def __init__(self, database: Database, settings: Settings) -> None:
+        self._database = database
+        self._settings = settings
+
+    def submit(self, request: StudyRequest, idempotency_key: str | None = None) -> Study:
+        """Queue a study. The same key with the same request gives the first study again.
+
+        Raises:
+            InvalidRequestError: a request that can never run; names every field at fault.
+            ConflictError: the key was used for another request.
+        """
+        self.check(request)
+        if idempotency_key is not None:
+            check_idempotency_key(idempotency_key)
+        with self._database.begin() as transaction:
+            check_devices(request, transaction.hosts.list())
+            return transaction.studies.add(request, idempotency_key=idempotency_key)
+
+    def check(self, request: StudyRequest) -> None:
+        """All that can be said of a request without the database.
+
+        Raises:
+            InvalidRequestError: a request that can never run; names every field at fault.
+        """
+        check_free_parts(request)
+        check_sizes(request)
+        check_task(request, self._settings)
+        try:
+            parse_space(request)
+        except ConfigurationError as error:
+            raise InvalidRequestError(*(FieldError(f"search.baseline.{field}", str(error))
+                                        for field in error.fields)) from error
+
+    def cancel(self, study_id: str) -> Study:
+        """Ask a study to stop: a queued one ends at once, a running one within seconds.
+
+        Raises:
+            NotFoundError: no such study.
+            ConflictError: it has ended already.
+        """
+        with self._database.begin() as transaction:
+            return transaction.studies.request_cancel(study_id)
+
+    def delete(self, study_id: str) -> None:
+        """Remove a finished study, its trials, logs and events. Best configurations stay stored.
+
+        Raises:
+            NotFoundError: no such study.
+            ConflictError: it has not ended.
+        """
+        with self._database.begin() as transaction:
+            transaction.studies.delete(study_id)
