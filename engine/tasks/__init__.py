@@ -3,16 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.tasks.base import Batch, Task, build_task
+    from engine.tasks.base import Batch, Task
+    from engine.tasks.build import build_task
 
 _NEEDS_TORCH = ("Batch", "Task", "build_task")
 
 
 def __getattr__(name: str) -> Any:
     if name in _NEEDS_TORCH:
-        from engine.tasks import base
+        from engine.tasks import base, build
 
-        return getattr(base, name)
+        return getattr(build if name == "build_task" else base, name)
     raise AttributeError(f"module 'engine.tasks' has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""The contract between a task and whatever trains it, and the way from a `ModelSpec` to a task."""
+"""The contract between a task and whatever trains it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import TaskError
-from engine.spec import GptSpec, HuggingFaceSpec, ModelSpec, PythonSpec, VitSpec
 
 Batch = tuple[Tensor, ...] | dict[str, Tensor]
 """The tensors of one micro-batch, samples along the first dimension."""
@@ -47,33 +46,6 @@ class Task(Protocol):
             model: the module, or a trainer around it; called as the module would be.
             batch: of `batch`, moved to the model's device.
         """
-
-
-def build_task(spec: ModelSpec, *, seed: int = 0) -> Task:
-    """The task that a specification describes. No weights are made yet, but every module it needs is imported.
-
-    Args:
-        seed: of the batches. Weights follow torch's global generator.
-
-    Raises:
-        TaskError: the specification cannot be built, or names an entry point that is not allowed.
-    """
-    if isinstance(spec, GptSpec):
-        from engine.tasks.gpt import GptTask
-
-        return GptTask(spec, seed=seed)
-    if isinstance(spec, VitSpec):
-        from engine.tasks.vit import VitTask
-
-        return VitTask(spec, seed=seed)
-    if isinstance(spec, HuggingFaceSpec):
-        from engine.tasks.huggingface import build_huggingface_task
-
-        return build_huggingface_task(spec, seed=seed)
-    assert isinstance(spec, PythonSpec)
-    from engine.tasks.python import load_python_task
-
-    return load_python_task(spec, seed=seed)
 
 
 def task_blocks(task: Task, model: nn.Module) -> Sequence[nn.Module] | None:
