@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, CursorResult, Table, select
+from sqlalchemy import Connection, Table, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.elements import ColumnElement
 
@@ -41,9 +41,9 @@ class Repository:
         keys = [column.name for column in table.primary_key]
         statement = self._insert(table).values(values)
         rest = {name: statement.excluded[name] for name in values if name not in keys}
-        result: CursorResult[Any] = self._connection.execute(
-            statement.on_conflict_do_update(index_elements=keys, set_=rest, where=where))
-        return result.rowcount
+        written = self._connection.execute(  # rows returned, not `rowcount`: drivers disagree on that one
+            statement.on_conflict_do_update(index_elements=keys, set_=rest, where=where).returning(table.c[keys[0]]))
+        return len(written.all())
 
     def _fence(self, study_id: str, epoch: int) -> None:
         """Make sure that the caller's lease is the current one, and keep it so until the transaction ends.

@@ -144,6 +144,7 @@ class StudyRepository(Repository):
             NotFoundError: no such study.
             ConflictError: it has not ended.
         """
+        self._events.flush()  # so that they go with it
         deleted = self._connection.execute(
             delete(studies).where(studies.c.id == study_id, studies.c.state.in_(_FINAL))).rowcount
         if not deleted:
