@@ -27,7 +27,7 @@ class TrainConfig(Value):
     precision: Precision = Field("fp32", description="dtype of parameters, activations and gradients in compute")
     optimizer_precision: Literal["fp32", "compute"] = Field(
         "fp32", description="fp32: master weights and states in fp32; compute: in the compute precision")
-    reduce_dtype: Precision = Field(description="dtype gradients are reduced in; the precision where not given")
+    reduce_dtype: Precision = Field("fp32", description="dtype gradients are reduced in; the precision where not given")
     reduce_bucket_size: Count = Field(10_000_000, description="elements reduced in one collective")
     allgather_bucket_size: Count = Field(10_000_000, description="elements gathered in one collective")
     prefetch_bucket_size: Count = Field(10_000_000, description="elements gathered ahead of use (stage 3)")

@@ -118,6 +118,8 @@ class TrialReport(Value):
     detail: str = Field("", description="for anything but ok: what happened, with the exception's text")
     failed_step: int | None = Field(None, description="0-based optimizer step in which it failed")
     failed_rank: int | None = None
+    peak_device_bytes: int | None = Field(None, description="largest over ranks, where it is known; also where too few "
+                                          "steps were measured for a measurement")
     measurement: Measurement | None = Field(None, description="present when ok, and where steps were measured before "
                                             "another outcome")
 

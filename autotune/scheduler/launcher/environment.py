@@ -1,0 +1,29 @@
+"""What a worker's environment holds: what it needs, none of the service's secrets."""
+
+import os
+from collections.abc import Mapping
+
+from engine.spec import ALLOWED_TASKS_VARIABLE
+
+_KEPT = frozenset({
+    ALLOWED_TASKS_VARIABLE, "HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH", "SSL_CERT_FILE",
+    "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME", "HF_HOME"})
+_KEPT_PREFIXES = ("CUDA_", "CUBLAS_", "LC_", "NCCL_", "NVIDIA_", "PYTORCH_", "TORCH", "HIP_", "ROCR_")
+
+
+def worker_environment(parent: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of one rank, made from the launcher's own.
+
+    Thread counts are set here, whatever the launcher was started with: on CPU a rank has one core and one thread.
+    glibc's thresholds are fixed at what it would settle on by itself, so that the first trial of a process uses memory
+    as the later ones do.
+    """
+    kept = {name: value for name, value in parent.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": parent.get("PYTHONDONTWRITEBYTECODE", ""),
+        "MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
+    }

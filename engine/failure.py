@@ -1,0 +1,50 @@
+"""What an exception in a rank means: the outcome of the trial, and whether it is the cause or only an echo."""
+
+import re
+
+import torch
+import torch.distributed as dist
+
+from engine.errors import DeviceMemoryLimitError, HostMemoryLimitError, RankFailedError
+from engine.report import Outcome
+
+_HOST_ALLOCATION = re.compile(r"DefaultCPUAllocator|not enough memory|Cannot allocate memory|cudaHostAlloc|"
+                              r"pinned memory|unable to mmap", re.IGNORECASE)
+_DEVICE_ALLOCATION = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED", re.IGNORECASE)
+_PEER_GONE = re.compile(r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|remote process exited|"
+                        r"Socket Timeout|gloo.*(transport|read|write|recv|send).*error|NCCL.*(unhandled|remote)|"
+                        r"Application timeout caused pair closure", re.IGNORECASE | re.DOTALL)
+
+
+def outcome_of(error: BaseException, device_type: str) -> Outcome:
+    """The outcome that an exception means, on a kind of device.
+
+    On CPU the device's memory is the host's: what cannot be allocated is the device's.
+    """
+    host = Outcome.OOM_DEVICE if device_type == "cpu" else Outcome.OOM_HOST
+    if isinstance(error, DeviceMemoryLimitError | torch.OutOfMemoryError):
+        return Outcome.OOM_DEVICE
+    if isinstance(error, HostMemoryLimitError):
+        return Outcome.OOM_HOST
+    if isinstance(error, MemoryError):
+        return host
+    if isinstance(error, RuntimeError):
+        if _HOST_ALLOCATION.search(str(error)):
+            return host
+        if _DEVICE_ALLOCATION.search(str(error)):
+            return Outcome.OOM_DEVICE
+    return Outcome.CRASHED
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether an exception only shows that another rank is gone."""
+    if isinstance(error, RankFailedError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and bool(_PEER_GONE.search(str(error)))
+
+
+def describe(error: BaseException, rank: int) -> str:
+    """`rank 1: ValueError: boom`."""
+    text = str(error).strip()
+    name = type(error).__name__
+    return f"rank {rank}: {name}: {text}" if text else f"rank {rank}: {name}"

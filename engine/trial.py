@@ -1,0 +1,289 @@
+"""One trial: build, warm up until steps are steady, measure until the mean is known well enough, tell all of it.
+
+Every decision follows from numbers that all ranks agreed on, so all ranks take the same number of steps.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal, Protocol
+
+import torch
+
+from engine.config import OptimizerConfig, TrainConfig, require_global_batch
+from engine.errors import DeviceMemoryLimitError
+from engine.loop import PHASES, PhaseName, TrainingLoop
+from engine.memory import LEFT_BEHIND_BYTES, MemoryMeter, check_limit, meter_for
+from engine.process import CpuTimes, cpu_times, is_contended
+from engine.ranks import RankContext
+from engine.report import (
+    Measurement,
+    MeasurePolicy,
+    Outcome,
+    PhaseSeconds,
+    StateBytes,
+    TrialProgress,
+    TrialReport,
+    TrialRequest,
+)
+from engine.spec import GptSpec
+from engine.statistics import is_steady, mean_interval
+from engine.tasks.base import Task
+from engine.tasks.build import build_task
+
+_DEADLINE_SHARE = 0.8
+"""Measuring ends, once two steps are measured, when this share of the deadline is used up."""
+
+_LEAST_MEASURED = 2
+
+
+class Reporter(Protocol):
+    """Hears of a trial as it goes on."""
+
+    def baseline(self) -> None:
+        """Memory is about to be taken: what is held now is not the trial's."""
+
+    def progress(self, progress: TrialProgress) -> None:
+        """A step, or the set-up, begins."""
+
+
+class SilentReporter:
+    def baseline(self) -> None:
+        pass
+
+    def progress(self, progress: TrialProgress) -> None:
+        pass
+
+
+def run_trial(
+    request: TrialRequest, context: RankContext, reporter: Reporter, *, deadline_seconds: float = math.inf
+) -> tuple[TrialReport, bool]:
+    """Measure one configuration once. Collective: every rank of the group calls it with the same request.
+
+    Args:
+        deadline_seconds: the launcher ends the trial then; measuring stops well before if enough is known.
+
+    Returns:
+        The report, the same on all ranks in outcome, times and losses; and whether this rank may run another trial.
+
+    Raises:
+        Exception: whatever the task or the engine raises. The step is the last one that `reporter` heard of.
+    """
+    started = time.perf_counter()
+    require_global_batch(request.config, global_batch_size=request.global_batch_size,
+                         data_parallel_size=context.world_size)
+    reporter.progress(TrialProgress(phase="setup", step=0))
+    task = build_task(request.model, seed=request.seed)
+    meter = meter_for(context.device)
+    meter.start(request.memory_limit_bytes)
+    reporter.baseline()
+    loop = TrainingLoop(task, request.config, request.optimizer, seed=request.seed, context=context)
+    trial = _Trial(request, context, reporter, loop, meter)
+    trial.started = started
+    trial.record.setup_seconds = time.perf_counter() - started
+    trial.budget_seconds = deadline_seconds * _DEADLINE_SHARE
+    report = trial.run()
+    loop.close()
+    del loop, trial, task
+    if request.config.compile:
+        torch.compiler.reset()
+    left_behind = meter.finish()
+    clean = report.outcome in (Outcome.OK, Outcome.NON_FINITE) and left_behind <= LEFT_BEHIND_BYTES
+    return report, clean
+
+
+@dataclass
+class _Record:
+    """What has been seen so far; times are those all ranks agreed on."""
+
+    setup_seconds: float = 0.0
+    warmup_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    loss_sums: list[float] = field(default_factory=list)
+    applied: list[bool] = field(default_factory=list)
+    phases: list[dict[PhaseName, float]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    contended: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Agreed:
+    """One step as all ranks see it: the slowest one's time, the worst one's troubles."""
+
+    seconds: float
+    elapsed: float
+    peak_bytes: int
+    non_finite: bool
+    applied: bool
+
+
+class _Stopped(Exception):
+    """The trial ends here on all ranks, with what was measured so far."""
+
+    def __init__(self, outcome: Outcome, detail: str, step: int | None) -> None:
+        super().__init__(detail)
+        self.outcome, self.detail, self.step = outcome, detail, step
+
+
+class _Trial:
+    """The steps of one trial on one rank."""
+
+    def __init__(self, request: TrialRequest, context: RankContext, reporter: Reporter, loop: TrainingLoop,
+                 meter: MemoryMeter) -> None:
+        self._request, self._context, self._reporter = request, context, reporter
+        self._loop, self._meter = loop, meter
+        self.record = _Record()
+        self.started = time.perf_counter()
+        self.budget_seconds = math.inf
+
+    def run(self) -> TrialReport:
+        """The main path of a trial."""
+        outcome, detail, failed_step = Outcome.OK, "", None
+        try:
+            self._warm_up()
+            self._measure()
+            self._require_applied_steps()
+            self._run_longest_sample()
+        except _Stopped as stop:
+            outcome, detail, failed_step = stop.outcome, stop.detail, stop.step
+        peak = self._context.largest((self._peak_bytes(),))[0]
+        return TrialReport(outcome=outcome, detail=detail, failed_step=failed_step, peak_device_bytes=int(peak),
+                           measurement=self._measurement(int(peak)))
+
+    # -- phases
+
+    def _warm_up(self) -> None:
+        """Steps until the last ones agree and were applied, `max_warmup_steps` or `max_seconds`, whichever is first."""
+        policy, record = self._request.policy, self.record
+        while len(record.warmup_seconds) < policy.max_warmup_steps:
+            agreed = self._step("warmup")
+            record.warmup_seconds.append(agreed.seconds)
+            if is_steady(record.warmup_seconds) and all(record.applied[-3:]):
+                return
+            if sum(record.warmup_seconds) > policy.max_seconds or agreed.elapsed > self.budget_seconds:
+                break
+        record.notes.append(f"step time was not steady after {len(record.warmup_seconds)} warm-up steps")
+
+    def _measure(self) -> None:
+        """Steps until the mean's interval is narrow enough, or a limit is reached; two at the least."""
+        record = self.record
+        before = cpu_times(self._context.core)
+        while not _is_enough(record.step_seconds, self._request.policy):
+            agreed = self._step("measuring")
+            record.step_seconds.append(agreed.seconds)
+            record.phases.append(self._loop.clock.seconds())
+            if agreed.elapsed > self.budget_seconds and len(record.step_seconds) >= _LEAST_MEASURED:
+                record.notes.append("measuring was cut short by the trial's deadline")
+                break
+        record.contended = self._is_contended(before)
+
+    def _require_applied_steps(self) -> None:
+        steps, skipped = len(self.record.applied), self.record.applied.count(False)
+        if steps - skipped < _LEAST_MEASURED:
+            raise _Stopped(Outcome.NON_FINITE, f"gradients were not finite in {skipped} of {steps} steps: too few were "
+                           "applied", steps - 1)
+
+    def _run_longest_sample(self) -> None:
+        """One more step, unmeasured, where the task names a sample of the largest size: its memory counts."""
+        sample = getattr(self._loop.task, "longest_sample", None)
+        if sample is None:
+            return
+        step = len(self.record.applied)
+        self._announce("measuring", step)
+        self._loop.step_on_sample(int(sample))
+        self._hold_limit(self._agree(0.0, loss_sum=0.0, applied=True), step)
+
+    # -- one step
+
+    def _step(self, phase: Literal["warmup", "measuring"]) -> _Agreed:
+        record, step = self.record, len(self.record.applied)
+        self._announce(phase, step)
+        begun = time.perf_counter()
+        result = self._loop.step(step)
+        agreed = self._agree(time.perf_counter() - begun, loss_sum=result.loss_sum, applied=result.applied)
+        record.loss_sums.append(result.loss_sum)
+        record.applied.append(agreed.applied)
+        if agreed.non_finite:
+            raise _Stopped(Outcome.NON_FINITE, f"the loss was not finite at step {step}", step)
+        self._hold_limit(agreed, step)
+        return agreed
+
+    def _announce(self, phase: Literal["warmup", "measuring"], step: int) -> None:
+        seconds = (*self.record.warmup_seconds, *self.record.step_seconds)
+        self._reporter.progress(TrialProgress(phase=phase, step=step, step_seconds=seconds[-1] if seconds else None))
+
+    def _agree(self, seconds: float, *, loss_sum: float, applied: bool) -> _Agreed:
+        peak = self._peak_bytes()
+        elapsed = time.perf_counter() - self.started
+        largest = self._context.largest((seconds, elapsed, peak, not math.isfinite(loss_sum), not applied))
+        return _Agreed(seconds=largest[0], elapsed=largest[1], peak_bytes=int(largest[2]), non_finite=bool(largest[3]),
+                       applied=not largest[4])
+
+    def _peak_bytes(self) -> int:
+        return self._meter.peak_device_bytes(self._loop.trainer.peak_host_bytes)
+
+    def _hold_limit(self, agreed: _Agreed, step: int) -> None:
+        try:
+            check_limit(agreed.peak_bytes, self._request.memory_limit_bytes)
+        except DeviceMemoryLimitError as error:
+            raise _Stopped(Outcome.OOM_DEVICE, f"{error} at step {step}", step) from error
+
+    def _is_contended(self, before: CpuTimes) -> bool:
+        here = is_contended(before, cpu_times(self._context.core))
+        return bool(self._context.largest((float(here),))[0])
+
+    # -- the result
+
+    def _measurement(self, peak_device_bytes: int) -> Measurement | None:
+        """What was measured, None where too little was. Collective."""
+        record, context, loop = self.record, self._context, self._loop
+        losses = loop.mean_losses(record.loss_sums)
+        host, setup = context.largest((loop.trainer.peak_host_bytes, record.setup_seconds))
+        held = loop.trainer.state_bytes()
+        state = context.largest((held.parameters, held.gradients, held.optimizer, held.host))
+        if len(record.step_seconds) < _LEAST_MEASURED:
+            return None
+        tokens = self._request.global_batch_size * loop.task.tokens_per_sample
+        mean = fmean(record.step_seconds)
+        low, high = mean_interval(record.step_seconds)
+        return Measurement(
+            step_seconds=tuple(record.step_seconds), warmup_seconds=tuple(record.warmup_seconds),
+            tokens_per_second=tokens / mean, samples_per_second=self._request.global_batch_size / mean,
+            tokens_per_second_interval=(tokens / high, tokens / max(low, mean / 10)),
+            peak_device_bytes=peak_device_bytes, peak_host_bytes=int(host),
+            phases=_mean_phases(record, mean), losses=losses,
+            skipped_steps=record.applied.count(False), state_bytes=StateBytes(
+                parameters=int(state[0]), gradients=int(state[1]), optimizer=int(state[2]), host=int(state[3])),
+            world_size=context.world_size, threads_per_rank=torch.get_num_threads(), setup_seconds=setup,
+            contended=record.contended, compute_dtype=loop.compute_dtype(), notes=tuple(record.notes))
+
+
+def _is_enough(samples: list[float], policy: MeasurePolicy) -> bool:
+    if len(samples) < _LEAST_MEASURED:
+        return False
+    if len(samples) >= policy.max_steps or sum(samples) > policy.max_seconds:
+        return True
+    if len(samples) < policy.min_steps:
+        return False
+    low, high = mean_interval(samples)
+    return (high - low) / 2 <= policy.target_relative_interval * fmean(samples)
+
+
+def _mean_phases(record: _Record, mean_step_seconds: float) -> PhaseSeconds:
+    """Means over the measured steps; waiting for slower ranks belongs to the step phase."""
+    means = {name: fmean(phases[name] for phases in record.phases) for name in PHASES}
+    means["step"] += max(mean_step_seconds - sum(means.values()), 0.0)
+    return PhaseSeconds(data=means["data"], forward=means["forward"], backward=means["backward"], step=means["step"])
+
+
+def warm_up_engine(context: RankContext) -> None:
+    """Run a tiny model once, so that code and buffers that are loaded or made on first use are there. Collective."""
+    request = TrialRequest(
+        model=GptSpec(kind="gpt", layers=1, hidden=16, heads=1, vocab=32, sequence_length=8),
+        optimizer=OptimizerConfig(), config=TrainConfig(precision="bf16", zero_stage=2, micro_batch_size=1),
+        global_batch_size=context.world_size, policy=MeasurePolicy(max_warmup_steps=1, min_steps=2, max_steps=2))
+    run_trial(request, context, SilentReporter())
+
+
+__all__ = ["Reporter", "SilentReporter", "Task", "run_trial", "warm_up_engine"]
