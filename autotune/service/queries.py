@@ -204,7 +204,7 @@ def _devices(hosts: tuple[Host, ...], leases: tuple[DeviceLease, ...]) -> tuple[
     held = {(lease.device.host, lease.device.device_type, lease.device.index): lease for lease in leases}
     views = []
     for host in hosts:
-        for index in range(host.device_count):
+        for index in host.device_indices:
             lease = held.get((host.host, host.device_type, index))
             views.append(DeviceView(
                 host=host.host, device_type=host.device_type, device_name=host.device_name, index=index,
