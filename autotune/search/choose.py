@@ -87,10 +87,10 @@ def throughput(trial: Trial) -> Throughput | None:
     # tokens of a step are the same for every configuration, so any measurement tells them
     tokens_per_step = valid[0].tokens_per_second * fmean(valid[0].step_seconds)
     rate = tokens_per_step / mean
-    low, high = mean_interval(samples)
+    high = mean_interval(samples)[1]
     if math.isfinite(high):
         error = (high - mean) / mean
-        interval = (rate / (1 + error), rate / max(1 - error, 1 / (1 + error)))
+        interval = (rate / (1 + error), rate * (1 + error))
     else:
         interval = valid[0].tokens_per_second_interval
         error = max(interval[1] - rate, rate - interval[0], 0.0) / rate

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from autotune.domain.prediction import Prediction
 from autotune.domain.request import StudyRequest
 from autotune.domain.study import PlanSummary
@@ -16,6 +18,9 @@ from engine.profile import HardwareProfile, ModelProfile
 
 MAX_SUMMARY_PREDICTIONS = 1000
 BUCKET_KNOBS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size")
+
+
+Terms = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 class Candidate(NamedTuple):
@@ -76,6 +81,16 @@ class Plan:
     def index(self) -> dict[TrainConfig, int]:
         """Position of each candidate by its configuration."""
         return {candidate.config: position for position, candidate in enumerate(self.candidates)}
+
+    @cached_property
+    def device_terms(self) -> Terms:
+        """(candidates, terms) device bytes, in the order of `Prediction.device_bytes`."""
+        return _terms([candidate.prediction.device_bytes for candidate in self.candidates])
+
+    @cached_property
+    def host_terms(self) -> Terms:
+        """(candidates, terms) host bytes, in the order of `Prediction.host_bytes`."""
+        return _terms([candidate.prediction.host_bytes for candidate in self.candidates])
 
     def canonical(self, config: TrainConfig) -> TrainConfig:
         """The configuration that stands for all that do the same: inactive knobs and oversized buckets made equal."""
@@ -215,6 +230,11 @@ def _kept_bucket(space: Space, model: ModelProfile, name: str, size: int) -> int
     base: int = space.base_fields.get(name, TrainConfig.model_fields[name].default)
     oversized = [value for value in knob.values if value >= model.parameters]
     return base if base in oversized else min(oversized)
+
+
+def _terms(rows: list[dict[str, int]]) -> Terms:
+    width = len(rows[0]) if rows else 0
+    return np.array([[*row.values()] for row in rows], dtype=np.int64).reshape(len(rows), width)
 
 
 @lru_cache(maxsize=8)

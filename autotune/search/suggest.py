@@ -1,18 +1,109 @@
-"""`suggest`: the next configuration to try."""
+"""`suggest`: the next configuration to try, from a real Optuna sampler."""
 
 from collections.abc import Sequence
 
+import optuna
+from optuna.distributions import BaseDistribution, IntDistribution
+from optuna.samplers import BaseSampler, GPSampler, GridSampler, RandomSampler, TPESampler
+from optuna.trial import FrozenTrial
+
 from autotune.domain.request import SearchRequest
 from autotune.domain.study import Trial
-from autotune.search.plan import Plan
+from autotune.search.encoding import Encoding, Params, make_encoding
+from autotune.search.history import told_trials
+from autotune.search.opening import opening
+from autotune.search.plan import Candidate, Plan
+from autotune.search.remaining import remaining
 from engine.config import TrainConfig
+
+_ASKS = {"tpe": 16, "gp": 3, "random": 64}
+"""How often a sampler is asked again when it proposes what was tried or cannot fit; then the nearest candidate is
+taken. Optuna never removes duplicates (24 of 40 on a space of 16 points)."""
+
+_STARTUP_TRIALS = 6
+"""Random trials before a model is fitted; budgets are small."""
 
 
 def suggest(plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> TrainConfig | None:
     """The next configuration to try, None when nothing is left.
 
-    Deterministic in the plan, the trials and the seed; no configuration is suggested that was tried, runs, or does the
-    same as one of these. The arguments are picklable, so that this can run in a helper process.
+    Deterministic in the plan, the trials and the seed. No configuration is suggested that was tried or runs, that does
+    the same as one of these, or that needs at least the memory, by every term, of one that ran out of it.
+
+    Args:
+        plan: of the study; it, like the other arguments, is picklable: this may run in a helper process, and should
+            for the sampler `gp`, which loads torch.
+        trials: all of the study so far, running ones too.
+        search: sampler and seed.
     """
-    tried = {plan.canonical(trial.config) for trial in trials}
-    return next((candidate.config for candidate in plan.candidates if candidate.config not in tried), None)
+    left = remaining(plan, trials)
+    if not left:
+        return None
+    if search.sampler in ("tpe", "gp"):
+        first = opening(plan, trials, left)
+        if first is not None:
+            return first
+    if search.sampler == "grid":
+        return _next_on_grid(plan, trials, left, search.seed)
+    encoding = make_encoding(plan)
+    if not encoding.axes:
+        return next(iter(left))
+    told = told_trials(plan, trials, encoding.distributions, encoding.encode)
+    study = _rebuilt_study(_sampler(search.sampler, _seed(search, trials)), told)
+    for _ in range(_ASKS[search.sampler]):
+        params = _ask(study, encoding.distributions)
+        config = encoding.decode(params)
+        if config in left:
+            return config
+    return _nearest(encoding, params, left)
+
+
+def _sampler(name: str, seed: int) -> BaseSampler:
+    match name:
+        case "tpe":
+            return TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS)
+        case "gp":
+            return GPSampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, warn_independent_sampling=False)
+        case "random":
+            return RandomSampler(seed=seed)
+        case _:
+            raise ValueError(f"no such sampler: {name}")
+
+
+def _seed(search: SearchRequest, trials: Sequence[Trial]) -> int:
+    """Another one for every suggestion, as the sampler is made anew each time."""
+    return (search.seed * 1_000_003 + len(trials)) % 2**32
+
+
+def _rebuilt_study(sampler: BaseSampler, told: list[FrozenTrial]) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    study.add_trials(told)
+    return study
+
+
+def _ask(study: optuna.Study, distributions: dict[str, BaseDistribution]) -> Params:
+    """A proposal; it stays behind as a running trial of the in-memory study, so that the next one differs."""
+    return study.ask(fixed_distributions=distributions).params
+
+
+def _nearest(encoding: Encoding, params: Params, left: dict[TrainConfig, Candidate]) -> TrainConfig:
+    return min(left, key=lambda config: encoding.distance(params, config))
+
+
+def _next_on_grid(plan: Plan, trials: Sequence[Trial], left: dict[TrainConfig, Candidate], seed: int) -> TrainConfig:
+    """The candidates are the grid, each one point of it, so that inactive knobs do not multiply it."""
+    count = len(plan.candidates)
+    distributions: dict[str, BaseDistribution] = {"point": IntDistribution(0, count - 1)}
+
+    def encode(config: TrainConfig) -> Params | None:
+        position = plan.index.get(config)
+        return None if position is None else {"point": position}
+
+    told = told_trials(plan, trials, distributions, encode)
+    study = _rebuilt_study(GridSampler({"point": list(range(count))}, seed=seed), told)
+    for _ in range(count - len(told)):
+        config = plan.candidates[_ask(study, distributions)["point"]].config
+        if config in left:
+            return config
+    return next(iter(left))

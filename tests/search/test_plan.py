@@ -1,0 +1,93 @@
+"""The plan: what can be tried, and why the rest is not."""
+
+import pickle
+
+import pytest
+
+from autotune.search.space import parse_space
+from tests.search.support import MIB, hardware_profile, model_profile, study_plan, study_request
+
+
+def test_every_point_is_either_a_candidate_or_rejected_with_a_reason() -> None:
+    plan = study_plan(study_request(memory_limit_bytes=120 * MIB))
+    assert len(plan.candidates) + len(plan.rejections) == len(plan.space.points)
+    assert all(candidate.prediction.peak_device_bytes <= 120 * MIB for candidate in plan.candidates)
+    assert plan.candidates
+    summary = plan.summary()
+    assert summary.points == len(plan.space.points)
+    assert sum(summary.rejections.values()) == len(plan.rejections)
+    assert set(summary.examples) == set(summary.rejections)
+    assert summary.rejections["does not fit into device memory"] > 0
+
+
+def test_a_precision_that_the_hardware_lacks_is_rejected_with_that_reason() -> None:
+    plan = study_plan(study_request(space={"precision": ["fp32", "bf16"]}),
+                      hardware=hardware_profile(precisions=("fp32",)))
+    assert [candidate.config.precision for candidate in plan.candidates] == ["fp32"]
+    assert plan.summary().rejections == {"precision bf16 does not run on test cpu, which runs fp32": 1}
+
+
+def test_fp16_is_tried_when_named_or_when_bf16_is_lacking() -> None:
+    def precisions(space: dict[str, list[str] | str], **hardware: tuple[str, ...]) -> set[str]:
+        plan = study_plan(study_request(space=space), hardware=hardware_profile(**hardware))
+        return {candidate.config.precision for candidate in plan.candidates}
+
+    assert precisions({"precision": "auto"}) == {"fp32", "bf16"}
+    assert precisions({"precision": "auto"}, precisions=("fp32", "fp16")) == {"fp32", "fp16"}
+    assert precisions({"precision": ["fp32", "fp16"]}) == {"fp32", "fp16"}
+
+
+def test_buckets_beyond_the_model_are_one() -> None:
+    plan = study_plan(study_request(space={"reduce_bucket_size": [1_000, 100_000_000, 5_000_000]}))
+    assert [candidate.config.reduce_bucket_size for candidate in plan.candidates] == [1_000, 5_000_000]
+    largest = plan.candidates[1].config.model_copy(update={"reduce_bucket_size": 100_000_000})
+    assert plan.canonical(largest) == plan.candidates[1].config
+
+
+def test_checkpointing_needs_something_that_repeats() -> None:
+    plan = study_plan(study_request(space={"activation_checkpointing": "auto"}),
+                      model=model_profile(block_class=None, block_count=0, block_parameters=0))
+    assert [candidate.config.activation_checkpointing for candidate in plan.candidates] == ["none"]
+    assert "this model has none" in next(iter(plan.summary().rejections))
+
+
+def test_the_request_s_memory_limit_only_lowers_the_device_s() -> None:
+    assert study_plan(study_request(memory_limit_bytes=64 * MIB)).limits.device_bytes == 64 * MIB
+    assert study_plan(study_request(memory_limit_bytes=10_000 * MIB)).limits.device_bytes == 2048 * MIB
+
+
+def test_the_default_takes_the_largest_micro_batch_that_should_fit() -> None:
+    roomy = study_plan(study_request(space={"micro_batch_size": "auto", "zero_stage": "auto"}))
+    assert (roomy.default.micro_batch_size, roomy.default.gradient_accumulation_steps) == (16, 1)
+    tight = study_plan(study_request(space={"micro_batch_size": "auto", "zero_stage": "auto"},
+                                     memory_limit_bytes=150 * MIB))
+    assert (tight.default.micro_batch_size, tight.default.gradient_accumulation_steps) == (4, 4)
+    assert tight.default.zero_stage == 0
+    assert tight.baseline == tight.default
+
+
+def test_the_user_s_baseline_is_measured_as_given_even_if_it_should_not_fit() -> None:
+    plan = study_plan(study_request(baseline={"micro_batch_size": 16}, space={"micro_batch_size": "auto"},
+                                    memory_limit_bytes=150 * MIB))
+    assert plan.baseline.micro_batch_size == 16
+    assert plan.default.micro_batch_size == 4
+
+
+def test_nothing_fits_says_so_down_to_the_smallest_micro_batch() -> None:
+    plan = study_plan(study_request(memory_limit_bytes=MIB))
+    assert not plan.candidates
+    assert plan.why_empty().startswith("no feasible micro-batch: micro_batch_size 1 would not fit either")
+
+
+def test_it_travels_to_another_process_as_its_inputs() -> None:
+    plan = study_plan(study_request(memory_limit_bytes=120 * MIB))
+    packed = pickle.dumps(plan)
+    assert len(packed) < 10_000
+    assert pickle.loads(packed) == plan
+
+
+def test_profiles_of_another_world_size_are_refused() -> None:
+    request = study_request(devices=2)
+    with pytest.raises(ValueError, match="calibrated on 4 devices, but the study uses 2"):
+        study_plan(request, hardware=hardware_profile(world_size=4))
+    assert parse_space(request).world_size == 2
