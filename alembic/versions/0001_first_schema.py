@@ -39,6 +39,7 @@ def upgrade() -> None:
         sa.Column("device_type", sa.String(length=16), nullable=False),
         sa.Column("device_name", sa.Text(), nullable=False),
         sa.Column("device_count", sa.Integer(), nullable=False),
+        sa.Column("device_indices", sa.JSON(), nullable=False),
         sa.Column("owner", sa.String(length=255), nullable=False),
         sa.Column("last_seen_at", sa.DateTime(timezone=True), nullable=False),
         sa.PrimaryKeyConstraint("host", "device_type", name="pk_hosts"),

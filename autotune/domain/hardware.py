@@ -26,6 +26,7 @@ class Host(Value):
     """A machine whose scheduler offers its devices.
 
     Attributes:
+        device_indices: of its devices; on CPU the cores that the scheduler may use, which need not start at 0.
         owner: the scheduler process that reported last.
         last_seen_at: when it did; a host that has been silent for long is gone.
     """
@@ -34,5 +35,6 @@ class Host(Value):
     device_type: str
     device_name: str
     device_count: int
+    device_indices: tuple[int, ...]
     owner: str
     last_seen_at: datetime

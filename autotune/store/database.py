@@ -86,16 +86,24 @@ class Database:
 
     @contextmanager
     def begin(self) -> Iterator[Transaction]:
-        """A transaction that writes: commits at the end, rolls back on an exception."""
-        with self._writing.begin() as connection:
+        """A transaction that writes: commits at the end, rolls back on an exception.
+
+        Raises:
+            StoreUnavailableError: the database cannot be reached, or stayed locked for too long. Nothing was written.
+        """
+        with self._reachable(), self._writing.begin() as connection:
             transaction = Transaction(connection, self._clock)
             yield transaction
             transaction.events.flush()
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:
-        """A transaction that only reads."""
-        with self._reading.begin() as connection:
+        """A transaction that only reads.
+
+        Raises:
+            StoreUnavailableError: the database cannot be reached.
+        """
+        with self._reachable(), self._reading.begin() as connection:
             yield Transaction(connection, self._clock)
 
     def close(self) -> None:

@@ -13,12 +13,19 @@ from autotune.store.tables import device_leases, hosts
 class HostRepository(Repository):
     """Machines whose schedulers offer devices."""
 
-    def register(self, host: str, *, device_type: str, device_name: str, device_count: int, owner: str) -> Host:
-        """Report a host, or that it is still there."""
-        values = {"host": host, "device_type": device_type, "device_name": device_name, "device_count": device_count,
-                  "owner": owner, "last_seen_at": self._clock()}
-        self._upsert(hosts, values)
-        return Host.model_validate(values)
+    def register(self, host: str, *, device_type: str, device_name: str, device_count: int, owner: str,
+                 device_indices: Sequence[int] | None = None) -> Host:
+        """Report a host, or that it is still there.
+
+        Args:
+            device_indices: of its devices; counted from 0 where not given.
+        """
+        indices = tuple(range(device_count) if device_indices is None else device_indices)
+        assert len(indices) == device_count, (device_count, indices)
+        found = Host(host=host, device_type=device_type, device_name=device_name, device_count=device_count,
+                     device_indices=indices, owner=owner, last_seen_at=self._clock())
+        self._upsert(hosts, dict(found))
+        return found
 
     def list(self) -> tuple[Host, ...]:
         """All hosts ever seen, by name; `last_seen_at` tells which are there."""

@@ -180,6 +180,7 @@ hosts = Table(
     Column("device_type", String(16), primary_key=True),
     Column("device_name", Text, nullable=False),
     Column("device_count", Integer, nullable=False),
+    Column("device_indices", JsonValue(tuple[int, ...]), nullable=False),
     Column("owner", String(255), nullable=False),
     Column("last_seen_at", UtcDateTime, nullable=False),
 )

@@ -87,11 +87,13 @@ def test_hosts_report_that_they_are_there(database: Database, clock: FakeClock) 
         tx.hosts.register("b", device_type="cpu", device_name="cores", device_count=2, owner="o")
         tx.hosts.register("a", device_type="cuda", device_name="H200", device_count=8, owner="o")
         clock.advance(5)
-        tx.hosts.register("b", device_type="cpu", device_name="cores", device_count=4, owner="o2")
+        tx.hosts.register("b", device_type="cpu", device_name="cores", device_count=4, owner="o2",
+                          device_indices=[2, 3, 6, 7])
     with database.read() as tx:
         hosts = tx.hosts.list()
     assert [(host.host, host.device_type, host.device_count, host.owner) for host in hosts] == [
         ("a", "cuda", 8, "o"), ("b", "cpu", 4, "o2")]
+    assert [host.device_indices for host in hosts] == [tuple(range(8)), (2, 3, 6, 7)]
     assert hosts[1].last_seen_at == clock.now == hosts[0].last_seen_at + timedelta(seconds=5)
 
 
