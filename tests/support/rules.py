@@ -230,11 +230,11 @@ def wide_functions(module: Module, limit: int) -> list[tuple[str, str]]:
 
 
 def broad_excepts(module: Module) -> list[tuple[str, str]]:
-    """(function's name, place) of handlers that catch everything."""
+    """(function's name, place) of handlers that catch everything and do not end in raising it again."""
     inside = {id(node): name for name, function in functions(module) for node in ast.walk(function)}
     problems = []
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type):
+        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _raises_again(node):
             name = inside.get(id(node), "<module>")
             problems.append((name, f"{module.path}:{node.lineno}: {name} catches everything"))
     return problems
@@ -244,6 +244,11 @@ def _is_broad(caught: ast.expr | None) -> bool:
     if isinstance(caught, ast.Tuple):
         return any(_is_broad(element) for element in caught.elts)
     return caught is None or (isinstance(caught, ast.Name) and caught.id in ("Exception", "BaseException"))
+
+
+def _raises_again(handler: ast.ExceptHandler) -> bool:
+    last = handler.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
 
 
 def prints(module: Module) -> list[str]:
