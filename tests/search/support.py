@@ -22,7 +22,7 @@ def model_profile(**changes: Any) -> ModelProfile:
     """A small decoder: 4.3 M parameters in 4 blocks."""
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
     activations = tuple(
-        ActivationBytes(checkpointing=checkpointing, precision=precision,  # type: ignore[arg-type]
+        ActivationBytes(checkpointing=checkpointing, precision=precision,
                         saved_per_sample=saved * BYTES_PER_ELEMENT[precision] // 4,
                         peak_per_sample=saved * BYTES_PER_ELEMENT[precision] // 4 + MIB)
         for checkpointing, saved in (("none", 10 * MIB), ("selective", 6 * MIB), ("full", MIB))
