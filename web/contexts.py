@@ -205,14 +205,14 @@ def study_row(study: Study) -> StudyRow:
         tie=bool(best and best.tie_with), created_at=study.created_at)
 
 
-def study_page(study: Study, trials: Sequence[Trial]) -> StudyPage:
+def study_page(study: Study, trials: Sequence[Trial], *, plan: PlanView | None = None) -> StudyPage:
     """The study page from the study and all its trials."""
     counts = {outcome: sum(trial.outcome is outcome for trial in trials) for outcome in Outcome}
     return StudyPage(
         study=study, cue=study_cue(study), model=describe_model(study.request.model), devices=devices_text(study),
         progress=progress_view(study), phases=phase_steps(study),
         current=next((trial for trial in reversed(trials) if trial.outcome is None), None),
-        best=best_view(study, trials), plan=None if study.plan is None else plan_view(study.plan),
+        best=best_view(study, trials), plan=plan,
         outcomes=tuple((OUTCOMES[outcome], number) for outcome, number in counts.items() if number),
         limit_bytes=memory_limit(study))
 

@@ -48,9 +48,10 @@ class TableView:
                    all_knobs=query.get("knobs") == "all")
 
     def query(self) -> str:
-        """The query string that gives this view back."""
-        return urlencode({"sort": self.sort, "order": "desc" if self.descending else "asc",
-                          "outcome": self.outcome or "", "knobs": "all" if self.all_knobs else "differing"})
+        """The query string that gives this view back; empty for the view at first."""
+        parts = {"sort": self.sort if self.sort != "number" else "", "order": "desc" if self.descending else "",
+                 "outcome": self.outcome or "", "knobs": "all" if self.all_knobs else ""}
+        return urlencode({name: value for name, value in parts.items() if value})
 
     def sorted_by(self, column: str) -> "TableView":
         """The view after a click on a column's heading: sort by it, or turn the order round."""
