@@ -158,6 +158,12 @@ class Queries:
                 "format", f"unknown format {format!r}: give one of {', '.join(FORMATS)}"))
         return export(study.best or self.best(study_id), format)
 
+    def export_formats(self) -> tuple[str, ...]:
+        """Names of the formats that `export` knows."""
+        from autotune.export import FORMATS
+
+        return FORMATS
+
     def models(self) -> tuple[ModelSummary, ...]:
         """Models seen, by name."""
         with self._database.read() as transaction:
