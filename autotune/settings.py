@@ -10,6 +10,7 @@ AUTOTUNE_TOKEN              the API token, instead of one made at the first star
 AUTOTUNE_ALLOWED_TASKS      comma-separated module prefixes that ``python`` models may come from (none)
 AUTOTUNE_ALLOWED_HOSTS      comma-separated further values of the Host header that are answered; ``*``: any
 AUTOTUNE_MAX_BODY_BYTES     largest request body (1 MiB)
+AUTOTUNE_DEVICE             kind of devices that the scheduler offers: auto (accelerators, else cores), cpu, cuda
 AUTOTUNE_SERVER             the service that client commands talk to (http://127.0.0.1:8420)
 =========================== ========================================================================================
 """
@@ -17,7 +18,7 @@ AUTOTUNE_SERVER             the service that client commands talk to (http://127
 import ipaddress
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
@@ -54,6 +55,7 @@ class Settings(BaseSettings):
     allowed_tasks: Annotated[tuple[str, ...], NoDecode] = ()
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     max_body_bytes: int = Field(1 << 20, ge=1024)
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="kind of devices that the scheduler offers")
     server: str = Field(f"http://127.0.0.1:{DEFAULT_PORT}", description="the service that client commands talk to")
 
     @field_validator("allowed_tasks", "allowed_hosts", mode="before")

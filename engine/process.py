@@ -17,11 +17,11 @@ _PR_SET_PDEATHSIG = 1
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; leave at once if it already has."""
+def die_with_parent(parent_pid: int, signal_number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the thread that started it ends; leave at once if it already has."""
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent_pid:
         os._exit(1)
 
