@@ -13,7 +13,7 @@ from autotune.store.base import Clock, Repository, decode_cursor, encode_cursor,
 from autotune.store.events import EventRepository
 from autotune.store.tables import studies, trial_logs, trials
 from engine.config import TrainConfig
-from engine.report import Measurement, Outcome, TrialReport
+from engine.report import Measurement, Outcome, TrialProgress, TrialReport
 
 MAX_LOG_CHARACTERS = 256 * 1024
 """Of a trial's log, at most this much is kept: the end of it."""
@@ -90,6 +90,24 @@ class TrialRepository(Repository):
         self._append_log(study_id, number, log)
         self._events.prune_progress(study_id)
         return self._finished(_trial(row))
+
+    def announce_repeat(self, study_id: str, epoch: int, number: int) -> Trial:
+        """Tell the readers that a finished trial's configuration is being measured again.
+
+        Raises:
+            NotFoundError: no such trial.
+        """
+        self._fence(study_id, epoch)
+        trial = self.get(study_id, number)
+        self._events.append(study_id, EventKind.TRIAL_STARTED, {
+            "number": number, "role": trial.role, "repeat": len(trial.repeats) + 1})
+        return trial
+
+    def tell_progress(self, study_id: str, epoch: int, number: int, progress: TrialProgress) -> None:
+        """Tell the readers how far a trial under way is."""
+        self._fence(study_id, epoch)
+        self._events.append(study_id, EventKind.TRIAL_PROGRESS, {
+            "number": number, **progress.model_dump(mode="json", exclude={"kind"})})
 
     def discard_running(self, study_id: str, epoch: int) -> int:
         """Drop the trial that was under way when its scheduler ended; it will be run again under the same number.

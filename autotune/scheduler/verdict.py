@@ -1,0 +1,137 @@
+"""How a study ends, decided from its trials. Pure."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from statistics import fmean
+
+from autotune.domain.request import StudyRequest
+from autotune.domain.study import BestConfig, Progress, Study, StudyState, Trial, TrialState
+from autotune.scheduler.fingerprints import training_fingerprint
+from autotune.search.choose import Choice, finalists
+from autotune.search.plan import Plan
+from engine.report import Outcome
+from engine.values import Value
+
+FIRST_FEW = 3
+"""So many trials that fail alike, the first of a study, end it: the baseline and two more."""
+
+_RESERVED_SHARE = 0.25
+"""At most this share of the seconds is kept back from the search for measuring the finalists again."""
+
+
+class Verdict(Value):
+    """How a study ended."""
+
+    state: StudyState
+    error: str | None = None
+    note: str | None = None
+
+
+class StudyFailedError(Exception):
+    """The study cannot go on; the message says why, for the user."""
+
+
+def why_hopeless(trials: Sequence[Trial]) -> str | None:
+    """Whether the first few trials all failed in the same way that is not a lack of memory, and which it was.
+
+    Only the first line of a failure's detail counts: it names the exception, while the log's tail follows.
+    """
+    first = [trial for trial in trials if trial.state is TrialState.FINISHED][:FIRST_FEW]
+    if len(first) < FIRST_FEW:
+        return None
+    ways = {_way_of_failing(trial) for trial in first}
+    if len(ways) > 1 or None in ways:
+        return None
+    return f"the first {FIRST_FEW} trials failed alike ({first[0].outcome}); trial {first[0].number}: {first[0].detail}"
+
+
+def _way_of_failing(trial: Trial) -> tuple[Outcome, str] | None:
+    if trial.outcome in (None, Outcome.OK, Outcome.PRUNED) or trial.outcome.is_out_of_memory:
+        return None
+    return trial.outcome, "" if trial.outcome is Outcome.TIMEOUT else trial.detail.partition("\n")[0]
+
+
+def budget_spent(request: StudyRequest, trials: Sequence[Trial], elapsed_seconds: float) -> str | None:
+    """Whether no further configuration may be tried, and why. The first one always may."""
+    budget = request.budget
+    if not trials:
+        return None
+    if len(trials) >= budget.max_trials:
+        return f"budget of {budget.max_trials} trials spent"
+    if elapsed_seconds >= budget.max_seconds - _reserved_seconds(request, trials):
+        return f"budget of {budget.max_seconds:g} seconds spent"
+    return None
+
+
+def contenders(request: StudyRequest, trials: Sequence[Trial]) -> list[int]:
+    """Numbers of the trials that are measured again: the finalists, fastest first, and beside them the baseline.
+
+    Decided from first measurements alone, so that the answer stays the same while repeats arrive. The baseline is
+    measured again with them so that the gain over it does not mix different times of day.
+    """
+    first_only = [trial.model_copy(update={"repeats": ()}) for trial in trials]
+    numbers = finalists(first_only, request.search.finalists)
+    baseline = [trial.number for trial in trials
+                if trial.number == 0 and trial.outcome is Outcome.OK and trial.measurement is not None]
+    return [*numbers, *(number for number in baseline if number not in numbers)]
+
+
+def next_repeat(request: StudyRequest, trials: Sequence[Trial]) -> Trial | None:
+    """Which finalist is measured next: round after round, every other round backwards, so that drift hits all alike."""
+    order = contenders(request, trials)
+    waiting = [trial for trial in trials
+               if trial.number in order and len(trial.repeats) < request.search.confirm_rounds]
+    if not waiting or len(order) < 2:
+        return None
+    round_number = min(len(trial.repeats) for trial in waiting)
+    direction = 1 if round_number % 2 == 0 else -1
+    return min((trial for trial in waiting if len(trial.repeats) == round_number),
+               key=lambda trial: direction * order.index(trial.number))
+
+
+def progress_of(request: StudyRequest, trials: Sequence[Trial], *, trials_total: int, elapsed_seconds: float,
+                confirming: bool) -> Progress:
+    """How far the study is, and how long the rest should take."""
+    finished = sum(trial.state is TrialState.FINISHED for trial in trials)
+    repeats = sum(len(trial.repeats) for trial in trials)
+    order = contenders(request, trials)
+    expected = len(order) if confirming else min(request.search.finalists + 1, trials_total)
+    repeats_total = request.search.confirm_rounds * expected if expected > 1 else 0
+    rest = None
+    if (seconds := _trial_seconds(trials)) is not None:
+        left = 0.0 if confirming else (trials_total - finished) * seconds
+        left = min(left, max(request.budget.max_seconds - elapsed_seconds, 0.0))
+        rest = left + max(repeats_total - repeats, 0) * seconds
+    return Progress(trials_finished=finished, trials_total=finished if confirming else trials_total,
+                    repeats_finished=repeats, repeats_total=repeats_total if confirming else None,
+                    elapsed_seconds=elapsed_seconds, predicted_rest_seconds=rest)
+
+
+def _reserved_seconds(request: StudyRequest, trials: Sequence[Trial]) -> float:
+    seconds = _trial_seconds(trials) or 0.0
+    repeats = request.search.confirm_rounds * (request.search.finalists + 1)
+    return min(repeats * seconds, _RESERVED_SHARE * request.budget.max_seconds)
+
+
+def _trial_seconds(trials: Sequence[Trial]) -> float | None:
+    """Mean wall time of the latest trials."""
+    durations = [(trial.finished_at - trial.started_at).total_seconds()
+                 for trial in trials if trial.finished_at is not None]
+    return fmean(durations[-5:]) if durations else None
+
+
+def best_config(study: Study, plan: Plan, choice: Choice, *, created_at: datetime) -> BestConfig:
+    """The winner with all that is needed to judge, export and reuse it."""
+    rate = choice.throughput
+    return BestConfig(
+        study_id=study.id, trial_number=choice.trial_number, model_name=study.request.name,
+        model_fingerprint=plan.model.fingerprint, training_fingerprint=training_fingerprint(study.request),
+        hardware_fingerprint=plan.hardware.fingerprint, request=study.request, config=choice.config,
+        model_profile=plan.model, hardware_profile=plan.hardware, tokens_per_second=rate.tokens_per_second,
+        tokens_per_second_interval=rate.interval, samples_per_second=rate.samples_per_second,
+        step_seconds=rate.step_seconds, peak_device_bytes=choice.peak_device_bytes,
+        peak_host_bytes=choice.peak_host_bytes, baseline_trial_number=choice.baseline_trial_number,
+        baseline_tokens_per_second=choice.baseline_tokens_per_second,
+        baseline_peak_device_bytes=choice.baseline_peak_device_bytes, speedup=choice.speedup,
+        speedup_interval=choice.speedup_interval, confirmed=choice.confirmed, tie_with=choice.tie_with,
+        created_at=created_at)
