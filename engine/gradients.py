@@ -1,0 +1,192 @@
+"""From autograd's gradients to summed gradient shards.
+
+Every trainable parameter has one hook that moves its gradient into its bucket's local buffer. A pass is one backward
+call. In a pass that reduces, buckets are reduced in bucket order on every rank, whatever order autograd ran in there
+and whatever parameters it reached, so that ranks never meet in different collectives.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from engine.buckets import Bucket, Slot
+from engine.collectives import PendingSum
+
+IN_FLIGHT = 2
+"""Buckets being reduced at once, at most."""
+
+
+class BucketGradients:
+    """The gradients of one bucket in the window between two optimizer steps.
+
+    Attributes:
+        local: (size,) gradients of this rank not reduced yet, None where there are none.
+        reduced: (owned,) sum over ranks and reductions so far.
+        missing: trainable parameters without a gradient in the running pass.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.local: Tensor | None = None
+        self.filled: set[int] = set()
+        self.reduced: Tensor | None = None
+        self.missing = len(bucket.slots)
+
+
+class GradientBuckets:
+    """Collects, accumulates and reduces gradients.
+
+    Attributes:
+        states: one per bucket, in reduction order.
+        used: indices of the parameters with a gradient in this window.
+        peak_bytes: the most bytes of gradients held at once in this window, or the last where this has none yet.
+        on_complete: called with a bucket when all of its gradients of the running pass are there.
+
+    Args:
+        buckets: trainable ones, in reduction order.
+        reduce: starts the reduction of a full local buffer of a bucket.
+        local_dtype: gradients are collected in.
+        in_flight: buckets being reduced at once; 1 waits for each at once.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], *, reduce: Callable[[Bucket, Tensor], PendingSum],
+                 local_dtype: torch.dtype, device: torch.device, in_flight: int) -> None:
+        self.states = tuple(BucketGradients(bucket) for bucket in buckets)
+        self.peak_bytes = 0
+        self._reduce, self._local_dtype, self._device = reduce, local_dtype, device
+        self._in_flight = in_flight
+        self._queue: deque[tuple[BucketGradients, PendingSum, int]] = deque()
+        self._held_bytes = 0
+        self._new_window = True
+        self._reducing = self._eager = False
+        self._next = 0
+        self.used: set[int] = set()
+        self.on_complete: Callable[[BucketGradients], None] | None = None
+        self._hooks = [self._register(state, slot) for state in self.states for slot in state.bucket.slots]
+
+    def begin_pass(self, *, reduce: bool, eager: bool = True) -> None:
+        """Start a backward call.
+
+        Args:
+            reduce: whether its gradients, and those collected before, are reduced in it.
+            eager: reduce each bucket as soon as it and all before it are complete; else the caller launches.
+        """
+        for state in self.states:
+            state.missing = len(state.bucket.slots)
+        self._reducing, self._eager, self._next = reduce, eager, 0
+
+    def end_pass(self) -> None:
+        """Launch what the pass left: buckets with parameters that autograd did not reach."""
+        if self._reducing and self._eager:
+            while self._next < len(self.states):
+                self._launch_next()
+        self._reducing = False
+
+    def launch(self, state: BucketGradients) -> None:
+        """Start reducing what was collected of a bucket; the sum joins `reduced`."""
+        local, state.local = self._close(state), None
+        if len(self._queue) >= self._in_flight:
+            self._finish_oldest()
+        self._queue.append((state, self._reduce(state.bucket, local), local.nbytes))
+        if self._in_flight == 1:
+            self._finish_oldest()
+
+    def finish(self) -> None:
+        """Wait for all reductions launched so far."""
+        while self._queue:
+            self._finish_oldest()
+
+    def take(self, state: BucketGradients) -> Tensor:
+        """The bucket's summed gradient (owned,), which the caller now owns."""
+        reduced, state.reduced = state.reduced, None
+        assert reduced is not None
+        self._held_bytes -= reduced.nbytes
+        return reduced
+
+    def discard(self) -> None:
+        """Drop everything and start a new window."""
+        self.finish()
+        for state in self.states:
+            state.local, state.reduced = None, None
+            state.filled.clear()
+        self._held_bytes = 0
+
+    def start_window(self) -> None:
+        """Forget which parameters were used; `peak_bytes` starts anew with the next gradient."""
+        self._new_window = True
+        self.used.clear()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.discard()
+        self.on_complete = None
+
+    def _register(self, state: BucketGradients, slot: Slot) -> RemovableHandle:
+        def accept(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            self._accept(state, slot, gradient)
+
+        hook: RemovableHandle = slot.managed.parameter.register_post_accumulate_grad_hook(accept)  # type: ignore[no-untyped-call]
+        return hook
+
+    @torch.no_grad()
+    def _accept(self, state: BucketGradients, slot: Slot, gradient: Tensor) -> None:
+        if state.local is None:
+            state.local = torch.empty(state.bucket.size, dtype=self._local_dtype, device=self._device)
+            self._hold(state.local.nbytes)
+        place = slot.view(state.local)
+        index = slot.managed.index
+        if index in state.filled:
+            place.add_(gradient.to(place.dtype))
+        else:
+            place.copy_(gradient)
+            state.filled.add(index)
+        self.used.add(index)
+        state.missing -= 1
+        if state.missing:
+            return
+        if self._reducing and self._eager:
+            while self._next < len(self.states) and not self.states[self._next].missing:
+                self._launch_next()
+        if self.on_complete is not None:
+            self.on_complete(state)
+
+    def _launch_next(self) -> None:
+        self._next += 1
+        self.launch(self.states[self._next - 1])
+
+    def _close(self, state: BucketGradients) -> Tensor:
+        """The local buffer with zeros where nothing was collected."""
+        if state.local is None:
+            local = torch.zeros(state.bucket.size, dtype=self._local_dtype, device=self._device)
+            self._hold(local.nbytes)
+            return local
+        for gap in state.bucket.gaps:
+            state.local[gap].zero_()
+        if len(state.filled) < len(state.bucket.slots):
+            for slot in state.bucket.slots:
+                if slot.managed.index not in state.filled:
+                    slot.view(state.local).zero_()
+        state.filled.clear()
+        return state.local
+
+    def _finish_oldest(self) -> None:
+        state, pending, local_bytes = self._queue.popleft()
+        summed = pending.wait()
+        self._held_bytes -= local_bytes
+        if state.reduced is None:
+            self._hold(summed.nbytes)
+            state.reduced = summed
+        else:
+            state.reduced.add_(summed)
+
+    def _hold(self, new_bytes: int) -> None:
+        self._held_bytes += new_bytes
+        self.peak_bytes = self._held_bytes if self._new_window else max(self.peak_bytes, self._held_bytes)
+        self._new_window = False

@@ -1,0 +1,186 @@
+"""What this rank owns of the optimizer: masters cut into one 1-D slice per parameter.
+
+Each bucket's owned elements form one part on the device and, with offload, one on the host. A part's master is what
+the optimizer updates: the parameters themselves where dtype and device agree, else a copy.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.buckets import Bucket, ManagedParameter
+from engine.errors import ConfigurationError
+from engine.offload import HostMemory, Transfers
+from engine.stages.base import Stage
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """Elements [start, stop) of a flattened parameter, updated as one tensor (stop - start,).
+
+    Attributes:
+        place: within its part.
+        tensor: view of the part's master.
+        group: number of the optimizer's group it is in.
+    """
+
+    managed: ManagedParameter
+    start: int
+    stop: int
+    place: slice
+    tensor: Tensor
+    group: int
+
+
+class Part:
+    """A run of a bucket's owned elements on the device.
+
+    Attributes:
+        place: within the owned elements.
+        master: (n,) what the optimizer updates.
+        slices: of parameters that are in one of the optimizer's groups.
+    """
+
+    on_host = False
+
+    def __init__(self, bucket: Bucket, place: slice, master: Tensor, parameters: Tensor) -> None:
+        self.bucket, self.place, self.master = bucket, place, master
+        self.slices: list[Slice] = []
+        self._parameters = parameters
+        self._gradient: Callable[[], Tensor] | None = None
+
+    @property
+    def is_parameters(self) -> bool:
+        """Whether the master is the parameters' own memory."""
+        return self.master.data_ptr() == self._parameters.data_ptr()
+
+    def receive(self, gradient: Tensor) -> None:
+        """Take the summed gradient (n,) of this part; a transfer starts here."""
+        self._gradient = lambda: gradient
+
+    def assign_gradients(self, *, used: set[int] | None, divisor: float) -> None:
+        """Set the slices' gradients for the optimizer, divided, None for parameters not used."""
+        assert self._gradient is not None
+        gradient, self._gradient = self._gradient().to(self.master.dtype), None
+        if divisor != 1:
+            gradient.mul_(1 / divisor)
+        for piece in self.slices:
+            if used is None or piece.managed.index in used:
+                piece.tensor.grad = gradient[piece.place]
+
+    def drop_gradients(self) -> None:
+        for piece in self.slices:
+            piece.tensor.grad = None
+
+    def store(self) -> None:
+        """Write the master to the parameters."""
+        if not self.is_parameters:
+            self._parameters.copy_(self.master)
+
+
+class HostPart(Part):
+    """A run whose master and states live on the host and are updated there."""
+
+    on_host = True
+
+    def __init__(self, bucket: Bucket, place: slice, master: Tensor, parameters: Tensor, *,
+                 transfers: Transfers) -> None:
+        super().__init__(bucket, place, master, parameters)
+        self._transfers = transfers
+
+    def receive(self, gradient: Tensor) -> None:
+        self._gradient = self._transfers.fetch(gradient)
+
+    def store(self) -> None:
+        self._transfers.store(self.master, self._parameters)
+
+
+@dataclass(frozen=True)
+class Offload:
+    """How much of each bucket's owned elements is on the host, and how it gets there and back."""
+
+    ratio: float
+    host: HostMemory
+    transfers: Transfers
+
+
+def make_parts(bucket: Bucket, stage: Stage, groups: dict[nn.Parameter, int], offload: Offload) -> list[Part]:
+    """The parts of one bucket, masters filled with the parameters' initial values."""
+    masters, parameters = stage.take_masters(bucket), stage.parameters(bucket)
+    on_host = round(offload.ratio * masters.numel())
+    cut = masters.numel() - on_host
+    parts: list[Part] = []
+    if cut:
+        own_memory = masters.data_ptr() != parameters.data_ptr()
+        # Cloned, so that the memory of the rest is freed.
+        master = masters[:cut].clone() if on_host and own_memory else masters[:cut]
+        parts.append(Part(bucket, slice(0, cut), master, parameters[:cut]))
+    if on_host:
+        master = offload.host.empty(on_host, masters.dtype)
+        master.copy_(masters[cut:])
+        parts.append(HostPart(bucket, slice(cut, masters.numel()), master, parameters[cut:],
+                              transfers=offload.transfers))
+    for part in parts:
+        part.slices = _slices(part, stage.owned(bucket).start, groups)
+    return parts
+
+
+def _slices(part: Part, owned_start: int, groups: dict[nn.Parameter, int]) -> list[Slice]:
+    first, last = owned_start + part.place.start, owned_start + part.place.stop
+    slices = []
+    for slot in part.bucket.slots:
+        start, stop = max(slot.offset, first), min(slot.end, last)
+        group = groups.get(slot.managed.parameter)
+        if start < stop and group is not None:
+            place = slice(start - first, stop - first)
+            slices.append(Slice(slot.managed, start - slot.offset, stop - slot.offset, place, part.master[place],
+                                group))
+    return slices
+
+
+def groups_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> dict[nn.Parameter, int]:
+    """The number of the group each trainable parameter is in; frozen ones in groups are passed over.
+
+    Raises:
+        ConfigurationError: a group holds something that is not a parameter of the model.
+    """
+    trainable = {slot.managed.parameter for bucket in buckets for slot in bucket.slots}
+    groups: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter in trainable:
+                groups[parameter] = number
+            elif parameter.requires_grad:
+                raise ConfigurationError(
+                    f"optimizer: group {number} holds a tensor of shape {tuple(parameter.shape)} that is not a "
+                    "parameter of the model; build groups from the parameters given to the factory",
+                    fields=("optimizer",))
+    return groups
+
+
+def adopt(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> None:
+    """Put slices in place of whole parameters in the optimizer's groups and in states it made on construction."""
+    states = dict(optimizer.state)
+    optimizer.state.clear()
+    tensors: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+    for part in parts:
+        for piece in part.slices:
+            tensors[piece.group].append(piece.tensor)
+            whole = states.get(piece.managed.parameter)
+            if whole is not None:
+                optimizer.state[piece.tensor] = {key: _sliced(value, piece) for key, value in whole.items()}
+    for group, members in zip(optimizer.param_groups, tensors, strict=True):
+        group["params"] = members
+
+
+def _sliced(value: Any, piece: Slice) -> Any:
+    """A whole parameter's state for one slice of it; scalars are copied."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == piece.managed.parameter.shape and value.dim() > 0:
+        elements = value.detach().reshape(-1)[piece.start:piece.stop]
+        return elements.to(piece.tensor.device, piece.tensor.dtype, copy=True)
+    return value.detach().clone()

@@ -1,0 +1,155 @@
+"""Dtypes of compute, gradients and optimizer, and the fp16 loss scale."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import TrainConfig
+from engine.errors import ConfigurationError
+from engine.values import Precision
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+KEPT_BUFFERS = ("inv_freq", "original_inv_freq")
+"""Rotary frequencies: models read them as fp32 and cast the result; rounded to 16 bit they give wrong positions."""
+
+
+@dataclass(frozen=True)
+class GradientDtypes:
+    """Dtypes of gradients on their way to the optimizer.
+
+    Attributes:
+        local: collected in, on each rank.
+        wire: reduced in.
+        held: kept in after reduction, and summed over micro-batches in.
+    """
+
+    local: torch.dtype
+    wire: torch.dtype
+    held: torch.dtype
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, accumulates_locally: bool) -> "GradientDtypes":
+        """Sums over micro-batches are fp32: in 16 bit small contributions would vanish in large sums."""
+        wire = DTYPES[config.reduce_dtype]
+        held = torch.float32 if config.gradient_accumulation_steps > 1 else wire
+        return cls(local=held if accumulates_locally else wire, wire=wire, held=held)
+
+
+def compute_dtypes(model: nn.Module, compute: torch.dtype) -> dict[nn.Parameter, torch.dtype]:
+    """The dtype each floating-point parameter computes in.
+
+    Modules with running statistics (batch norm) stay in fp32 as a whole: their kernels take 16-bit inputs with fp32
+    parameters, but not 16-bit parameters with fp32 statistics.
+    """
+    dtypes: dict[nn.Parameter, torch.dtype] = {}
+    for module in model.modules():
+        dtype = torch.float32 if _keeps_statistics(module) else compute
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                dtypes.setdefault(parameter, dtype)
+    return dtypes
+
+
+def place_buffers(model: nn.Module, *, device: torch.device, compute: torch.dtype) -> None:
+    """Move buffers to the device, floating-point ones to the compute dtype.
+
+    Integer and complex buffers, running statistics and rotary frequencies keep their dtype.
+    """
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            keeps = not buffer.is_floating_point() or _keeps_statistics(module) or name in KEPT_BUFFERS
+            module._buffers[name] = buffer.to(device, buffer.dtype if keeps else compute)
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module._buffers.get("running_mean"), Tensor)
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """The same structure of tuples, lists and dicts with floating-point tensors in `dtype`."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(cast_floating(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: cast_floating(item, dtype) for key, item in value.items()}
+    return value
+
+
+def require_precision(precision: Precision, device: torch.device) -> None:
+    """Check by running it that the device computes in this precision.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    if precision == "fp32":
+        return
+    try:
+        layer = nn.Linear(8, 8).to(device, DTYPES[precision])
+        layer(torch.ones(2, 8, device=device, dtype=DTYPES[precision])).sum().backward()
+    except RuntimeError as error:
+        raise ConfigurationError(f"precision {precision} does not run on {device}: {error}; choose another precision",
+                                 fields=("precision",)) from error
+
+
+class LossScale:
+    """The factor that keeps small fp16 gradients above zero; 1 and constant in other precisions.
+
+    The dynamic rule is DeepSpeed's: it doubles after `window` steps without overflow; an overflow uses up hysteresis
+    first and halves it afterwards; hysteresis is refilled when it doubles.
+
+    Attributes:
+        value: the present scale.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._scales = config.precision == "fp16"
+        self._dynamic = self._scales and config.loss_scale == 0
+        self._window, self._hysteresis, self._minimum = (
+            config.loss_scale_window, config.hysteresis, config.min_loss_scale)
+        self.value = 2.0 ** config.initial_scale_power if self._dynamic else config.loss_scale if self._scales else 1.0
+        self._step, self._last_overflow, self._hysteresis_left = 0, -1, config.hysteresis
+
+    @property
+    def checks_overflow(self) -> bool:
+        """Whether steps with non-finite gradients are to be skipped."""
+        return self._scales
+
+    def apply(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate; in fp32, because the scaled loss exceeds fp16's range."""
+        return loss.float() * self.value if self._scales else loss
+
+    def update(self, *, overflow: bool) -> None:
+        """Adapt after a step."""
+        if self._dynamic:
+            if overflow:
+                if self._hysteresis_left == 1:
+                    self.value = max(self.value / 2, self._minimum)
+                else:
+                    self._hysteresis_left -= 1
+                self._last_overflow = self._step
+            elif (self._step - self._last_overflow) % self._window == 0:
+                self._hysteresis_left = self._hysteresis
+                self.value *= 2
+        self._step += 1
+
+    def state(self) -> dict[str, float]:
+        return {"value": self.value, "step": self._step, "last_overflow": self._last_overflow,
+                "hysteresis_left": self._hysteresis_left}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        if self._dynamic:
+            self.value = state["value"]
+            self._step, self._last_overflow = int(state["step"]), int(state["last_overflow"])
+            self._hysteresis_left = int(state["hysteresis_left"])
+
+
+def floating_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Distinct floating-point parameters with their first names, in the module's order."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            yield name, parameter

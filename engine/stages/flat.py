@@ -1,0 +1,105 @@
+"""What stages 0 to 2 share: every rank holds all parameters, as views of flat buckets."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from engine.buckets import Bucket, GatherBatch, gather_batches, lay_out
+from engine.collectives import Pending, PendingSum
+from engine.gradients import IN_FLIGHT, GradientBuckets
+from engine.precision import GradientDtypes
+from engine.stages.base import StageContext
+
+
+class FlatParameters:
+    """Parameters in flat buckets, laid out in reverse order, which is about the order gradients come in.
+
+    Subclasses say who owns what, how a bucket is reduced, and whether after every micro-batch.
+    """
+
+    reduces_every_micro_batch: ClassVar[bool]
+
+    def __init__(self, context: StageContext) -> None:
+        config, self.ranks = context.config, context.ranks
+        accumulates_locally = not self.reduces_every_micro_batch or self.ranks.size == 1
+        self.dtypes = GradientDtypes.of(config, accumulates_locally=accumulates_locally)
+        self._frozen = [managed for managed in context.parameters if not managed.trainable]
+        for managed in self._frozen:
+            managed.parameter.data = managed.parameter.data.to(context.device, managed.dtype)
+            self.ranks.broadcast(managed.parameter.data)
+        trainable = [managed for managed in reversed(context.parameters) if managed.trainable]
+        self.buckets: Sequence[Bucket] = lay_out(trainable, bucket_size=config.reduce_bucket_size,
+                                                 world_size=self.ranks.size)
+        self._masters: dict[int, Tensor] = {}
+        self.flats = {bucket.index: self._place(bucket, context) for bucket in self.buckets}
+        self._batches: dict[int, list[GatherBatch]] = {}
+        for batch in gather_batches(self.buckets, limit=config.allgather_bucket_size):
+            self._batches.setdefault(batch.last.index, []).append(batch)
+        self._overlap = config.overlap_comm
+        self._published: list[Pending] = []
+        self._accumulates_locally = accumulates_locally
+        self._unreduced = False
+        self.gradients = GradientBuckets(self.buckets, reduce=self.reduce, local_dtype=self.dtypes.local,
+                                         device=context.device, in_flight=IN_FLIGHT if config.overlap_comm else 1)
+
+    def owned(self, bucket: Bucket) -> slice:
+        raise NotImplementedError
+
+    def reduce(self, bucket: Bucket, local: Tensor) -> PendingSum:
+        """Start the reduction of a full local gradient (size,) to the owned sum (owned,)."""
+        raise NotImplementedError
+
+    def parameters(self, bucket: Bucket) -> Tensor:
+        return self.flats[bucket.index][self.owned(bucket)]
+
+    def take_masters(self, bucket: Bucket) -> Tensor:
+        return self._masters.pop(bucket.index) if bucket.index in self._masters else self.parameters(bucket)
+
+    @contextmanager
+    def backward(self, *, reduce: bool) -> Iterator[None]:
+        reduces = reduce or not self._accumulates_locally
+        self.gradients.begin_pass(reduce=reduces)
+        yield
+        self.gradients.end_pass()
+        self._unreduced = not reduces
+
+    def finish_reductions(self) -> None:
+        if self._unreduced:
+            with self.backward(reduce=True):
+                pass
+        self.gradients.finish()
+
+    def publish(self, bucket: Bucket) -> None:
+        for batch in self._batches.get(bucket.index, ()):
+            self._published.append(self.ranks.all_gather(batch.rows(self.flats)))
+            if not self._overlap:
+                self.finish_publishing()
+
+    def finish_publishing(self) -> None:
+        for pending in self._published:
+            pending.wait()
+        self._published = []
+
+    def stored_parameters(self) -> Iterable[Tensor]:
+        return [*self.flats.values(), *(managed.parameter.data for managed in self._frozen)]
+
+    def host_parameters(self) -> Iterable[Tensor]:
+        return []
+
+    def close(self) -> None:
+        self.finish_publishing()
+        self.gradients.close()
+
+    def _place(self, bucket: Bucket, context: StageContext) -> Tensor:
+        values = torch.empty(bucket.size, dtype=context.optimizer_dtype(bucket), device=context.device)
+        bucket.fill(values)
+        self.ranks.broadcast(values)
+        flat = values
+        if values.dtype != bucket.dtype:
+            flat = values.to(bucket.dtype)
+            self._masters[bucket.index] = values[self.owned(bucket)].clone()
+        bucket.bind(flat)
+        return flat

@@ -1,0 +1,22 @@
+"""Stage 0: every rank holds everything; gradients are summed once per step (DDP)."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from engine.buckets import Bucket
+from engine.collectives import PendingSum
+from engine.stages.flat import FlatParameters
+
+
+class Replicated(FlatParameters):
+    reduces_every_micro_batch: ClassVar[bool] = False
+
+    def owned(self, bucket: Bucket) -> slice:
+        return slice(0, bucket.size)
+
+    def reduce(self, bucket: Bucket, local: Tensor) -> PendingSum:
+        return self.ranks.all_reduce(local.to(self.dtypes.wire), dtype=self.dtypes.held)
+
+    def publish(self, bucket: Bucket) -> None:
+        """Every rank made the same update."""

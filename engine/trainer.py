@@ -1,0 +1,291 @@
+"""The engine's face: `initialize` and the `Trainer` it returns."""
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.blocks import find_blocks, require_blocks
+from engine.buckets import ManagedParameter
+from engine.checkpoint import consolidate, load_checkpoint, save_checkpoint
+from engine.checkpointing import require_wrappable, unwrap, wrap_inside, wrap_outside
+from engine.collectives import Ranks, connect
+from engine.config import OptimizerConfig, TrainConfig
+from engine.norm import agree_on_used, gradient_norm
+from engine.offload import HostMemory
+from engine.optimizers import OptimizerFactory, make_optimizer
+from engine.precision import DTYPES, LossScale, cast_floating, compute_dtypes, place_buffers, require_precision
+from engine.report import StateBytes
+from engine.requirements import require_same_model, require_trainable
+from engine.stages import Stage, StageContext, make_stage
+from engine.update import OwnedUpdate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one `Trainer.step` did.
+
+    Attributes:
+        applied: whether parameters were updated; False between boundaries and when gradients overflowed.
+        grad_norm: global norm of the mean gradient before clipping, where something needs it (clipping, fp16) and it is
+            finite; else None.
+        loss_scale: that the step's gradients were computed with; 1 except in fp16.
+        boundary: whether this was the last micro-batch of an optimizer step.
+    """
+
+    applied: bool
+    grad_norm: float | None
+    loss_scale: float
+    boundary: bool
+
+
+_ADAMW = OptimizerConfig()
+
+
+def initialize(model: nn.Module, *, config: TrainConfig, optimizer: OptimizerConfig | OptimizerFactory = _ADAMW,
+               blocks: Sequence[nn.Module] | None = None, device: torch.device | None = None) -> "Trainer":
+    """Take over the training of a model.
+
+    The model's parameters are laid out anew and converted in place: afterwards train through the trainer. The first
+    rank's parameters and buffers become every rank's. Ranks are those of the caller's default process group, else of
+    one made from torchrun's environment variables, else this process alone.
+
+    Args:
+        model: on any device; every rank builds the same one.
+        optimizer: a stock one, or a factory that is given the trainable parameters and returns a torch optimizer over
+            them, in its own groups.
+        blocks: repeated modules to checkpoint, compile and gather by; found by `find_blocks` when None.
+        device: to train on; this rank's accelerator when None, the CPU where there is none.
+
+    Raises:
+        ConfigurationError: the model, the optimizer and the configuration cannot be trained together; names the field.
+    """
+    device = device or _default_device()
+    require_precision(config.precision, device)
+    require_trainable(model)
+    if blocks is None:
+        blocks = find_blocks(model)
+    require_blocks(model, blocks)
+    require_wrappable(blocks, config)
+    torch_optimizer = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad], device)
+    ranks = connect(device)
+    require_same_model(model, config, ranks)
+    compute = DTYPES[config.precision]
+    dtypes = compute_dtypes(model, compute)
+    managed = [ManagedParameter(index, name, parameter, dtypes[parameter]) for index, (name, parameter) in
+               enumerate((name, parameter) for name, parameter in model.named_parameters() if parameter in dtypes)]
+    place_buffers(model, device=device, compute=compute)
+    for buffer in model.buffers():
+        ranks.broadcast(buffer)
+    host = HostMemory(device)
+    wrap_inside(blocks, config)
+    stage = make_stage(StageContext(model, managed, blocks, ranks, config, device, host))
+    update = OwnedUpdate(torch_optimizer, stage, host_ratio=config.offload_optimizer_ratio, host=host, device=device)
+    wrap_outside(blocks, config)
+    return Trainer(model, config, stage=stage, update=update, ranks=ranks, host=host)
+
+
+class Trainer:
+    """A model in training on this rank, together with the other ranks. Made by `initialize`.
+
+    Attributes:
+        module: the model; its parameters are the engine's, in the compute dtype.
+        optimizer: the torch optimizer, over this rank's 1-D slices of parameters; learning-rate schedulers attach here.
+        config: as given.
+        device: computing on.
+        rank, data_parallel_size: of this process, and of all.
+        skipped_steps: optimizer steps not applied because gradients overflowed.
+        loss_scale: the present one.
+    """
+
+    def __init__(self, module: nn.Module, config: TrainConfig, *, stage: Stage, update: OwnedUpdate, ranks: Ranks,
+                 host: HostMemory) -> None:
+        self.module, self.config, self.optimizer = module, config, update.optimizer
+        self.device, self.rank, self.data_parallel_size = ranks.device, ranks.rank, ranks.size
+        self.skipped_steps = 0
+        self.steps = 0
+        self._stage, self._update, self._ranks, self._host = stage, update, ranks, host
+        self._scale = LossScale(config)
+        self._micro_batch = 0
+        self._no_sync = False
+        self._closed = False
+        # A micro-batch whose backward ran and which no step has ended; whether it ran inside of no_sync.
+        self._uncounted = self._no_sync_uncounted = False
+        self._hook = module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        """The module's forward; floating-point tensors among the arguments are cast to the compute dtype."""
+        return self.module(*inputs, **keywords)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Differentiate a micro-batch's mean loss, unscaled and not divided by anything.
+
+        Collective: every rank calls it as often as the others. Gradients are taken from the parameters as they come;
+        `parameter.grad` stays None.
+
+        Args:
+            loss: scalar.
+            retain_graph: keep the graph for another backward call; the gradients of all calls add up.
+        """
+        if loss.numel() != 1:
+            raise ValueError(f"loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it, as by mean()")
+        last = self._micro_batch + 1 >= self.config.gradient_accumulation_steps
+        with self._stage.backward(reduce=last and not self._no_sync):
+            torch.autograd.backward(self._scale.apply(loss), retain_graph=retain_graph)
+        self._uncounted, self._no_sync_uncounted = True, self._no_sync
+
+    def step(self) -> StepResult:
+        """End a micro-batch; at the last of an optimizer step, update the parameters. Collective."""
+        scale = self._scale.value
+        self._end_micro_batch()
+        if self._micro_batch < self.config.gradient_accumulation_steps:
+            return StepResult(applied=False, grad_norm=None, loss_scale=scale, boundary=False)
+        self._micro_batch = 0
+        self._stage.finish_reductions()
+        divisor = self.config.gradient_accumulation_steps * self.data_parallel_size * scale
+        used = agree_on_used(self._stage, self._ranks)
+        norm = self._norm(divisor)
+        overflow = self._scale.checks_overflow and norm is not None and not math.isfinite(norm)
+        if overflow:
+            self._stage.gradients.discard()
+            self.skipped_steps += 1
+        else:
+            self._update.step(used=used, divisor=self._clipped(divisor, norm))
+            self.steps += 1
+        self._scale.update(overflow=overflow)
+        self._stage.gradients.start_window()
+        return StepResult(applied=not overflow, grad_norm=norm if norm is not None and math.isfinite(norm) else None,
+                          loss_scale=scale, boundary=True)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-batches inside are not reduced, for as long as the stage can hold their gradients: 0 and 1.
+
+        `step` may be called after them or left out: a backward inside counts as a micro-batch all the same.
+        """
+        previous, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = previous
+
+    def train(self, mode: bool = True) -> "Trainer":
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "Trainer":
+        return self.train(False)
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale.value
+
+    @property
+    def collective_counts(self) -> dict[str, int]:
+        """Collectives issued so far, by kind."""
+        return dict(self._ranks.counts)
+
+    @property
+    def communicated_bytes(self) -> int:
+        """Bytes this rank sent so far."""
+        return self._ranks.sent_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of offloaded state and its buffers held on the host."""
+        return self._host.bytes + self._update.host_state_bytes()
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most `host_bytes` has been."""
+        return max(self._host.peak_bytes, self.host_bytes)
+
+    def state_bytes(self) -> StateBytes:
+        """Bytes really held, summed over distinct storages.
+
+        Gradients live from backward to step: counted is the most held at once in the present window, or in the last one
+        between windows, with the buckets that were being reduced.
+        """
+        parameters = self._stage.stored_parameters()
+        device_states = storage_bytes(self._update.state_tensors(on_host=False))
+        host_states = storage_bytes(self._update.state_tensors(on_host=True))
+        return StateBytes(parameters=storage_bytes(parameters), gradients=self._stage.gradients.peak_bytes,
+                          optimizer=device_states + host_states,
+                          host=host_states + storage_bytes(self._stage.host_parameters()))
+
+    def consolidated_state_dict(self) -> dict[str, Tensor]:
+        """The whole model with plain names, on every rank, parameters in fp32 from the masters. Collective.
+
+        Loads into the plain module with strict=True. Tied parameters share memory as they do in the module's own.
+        """
+        return consolidate(self)
+
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Save everything that training needs to go on, each rank its part. Collective, atomic.
+
+        It loads at another world size, stage or precision.
+        """
+        save_checkpoint(self, Path(path))
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a checkpoint. Collective.
+
+        Raises:
+            ConfigurationError: it is of another model, or there is none.
+        """
+        load_checkpoint(self, Path(path))
+
+    def close(self) -> None:
+        """Remove all hooks and free all buffers. The module keeps its parameters at stages 0 to 2."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hook.remove()
+        self._update.close()
+        self._stage.close()
+        unwrap(self.module.modules())
+        self._ranks.close()
+
+    def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...],
+                        keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._uncounted and self._no_sync_uncounted and module.training and torch.is_grad_enabled():
+            self._end_micro_batch()
+        compute = DTYPES[self.config.precision]
+        return cast_floating(inputs, compute), cast_floating(keywords, compute)
+
+    def _end_micro_batch(self) -> None:
+        self._micro_batch += 1
+        self._uncounted = False
+
+    def _norm(self, divisor: float) -> float | None:
+        """Norm of the mean gradient, where something depends on it."""
+        if self.config.gradient_clipping or self._scale.checks_overflow:
+            return gradient_norm(self._stage, self._ranks) / divisor
+        return None
+
+    def _clipped(self, divisor: float, norm: float | None) -> float:
+        """The divisor with clipping as `torch.nn.utils.clip_grad_norm_` does it; gradients are divided once."""
+        if not self.config.gradient_clipping or norm is None:
+            return divisor
+        return divisor / min(1.0, self.config.gradient_clipping / (norm + 1e-6))
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind tensors."""
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())
+
+
+def _default_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    if "LOCAL_RANK" in os.environ:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

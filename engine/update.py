@@ -1,0 +1,132 @@
+"""The optimizer step on what this rank owns, bucket after bucket."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.buckets import Bucket
+from engine.offload import HostMemory, make_transfers
+from engine.optimizers import is_stock, prepare_state, scales_in_kernel
+from engine.owned import Offload, Part, Slice, adopt, groups_of, make_parts
+from engine.stages.base import Stage
+
+
+class OwnedUpdate:
+    """Runs a stock optimizer on this rank's slices.
+
+    Args:
+        optimizer: over whole parameters; afterwards over this rank's slices, its groups otherwise unchanged.
+        host_ratio: share of each bucket's owned elements whose masters and states live on the host.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stage: Stage, *, host_ratio: float, host: HostMemory,
+                 device: torch.device) -> None:
+        self.optimizer, self._stage, self._host, self._device = optimizer, stage, host, device
+        groups = groups_of(optimizer, stage.buckets)
+        offload = Offload(host_ratio, host, make_transfers(device, host))
+        self._parts = [make_parts(bucket, stage, groups, offload) for bucket in stage.buckets]
+        adopt(optimizer, list(self.parts))
+        self._scales_in_kernel = scales_in_kernel(optimizer)
+        # A bucket at a time bounds the memory of converted gradients, and lets the transfers of its neighbours run
+        # meanwhile. Only optimizers known to keep all state per parameter may be stepped so.
+        indices = [[bucket.index] for bucket in stage.buckets]
+        self._rounds = indices if is_stock(optimizer) else [[index for one in indices for index in one]]
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        for parts in self._parts:
+            yield from parts
+
+    @property
+    def slices(self) -> Iterator[Slice]:
+        for part in self.parts:
+            yield from part.slices
+
+    @torch.no_grad()
+    def step(self, *, used: set[int] | None, divisor: float) -> None:
+        """Update the owned elements from the stage's summed gradients, and publish them.
+
+        Args:
+            used: indices of parameters that have a gradient; the others are left alone. None: all have one.
+            divisor: gradients are divided by it first.
+        """
+        if self._scales_in_kernel and divisor != 1:
+            self.optimizer.grad_scale = torch.tensor(divisor, device=self._device)  # type: ignore[attr-defined]
+            divisor = 1
+        whole_groups = [group["params"] for group in self.optimizer.param_groups]
+        upcoming = self._receive(self._rounds[0]) if self._rounds else []
+        for number in range(len(self._rounds)):
+            parts = upcoming
+            upcoming = self._receive(self._rounds[number + 1]) if number + 1 < len(self._rounds) else []
+            for part in parts:
+                part.assign_gradients(used=used, divisor=divisor)
+            self._step_optimizer(parts)
+            for part in parts:
+                part.drop_gradients()
+                part.store()
+            for index in self._rounds[number]:
+                self._stage.publish(self._stage.buckets[index])
+        for group, tensors in zip(self.optimizer.param_groups, whole_groups, strict=True):
+            group["params"] = tensors
+        if self._scales_in_kernel:
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self._stage.finish_publishing()
+        self._host.note(self.host_state_bytes())
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give the module the masters' values, after they were changed other than by `step`."""
+        for parts in self._parts:
+            for part in parts:
+                part.store()
+            self._stage.publish(parts[0].bucket)
+        self._stage.finish_publishing()
+
+    def master(self, bucket: Bucket) -> Tensor:
+        """(owned,) masters of a bucket, on the device."""
+        masters = [part.master.to(self._device) for part in self._parts[bucket.index]]
+        return masters[0] if len(masters) == 1 else torch.cat(masters)
+
+    def state_tensors(self, *, on_host: bool) -> Iterator[Tensor]:
+        """Masters that are not the parameters themselves, and optimizer states."""
+        for part in self.parts:
+            if part.on_host is on_host:
+                if not part.is_parameters:
+                    yield part.master
+                yield from self._states(part)
+
+    def host_state_bytes(self) -> int:
+        """Bytes of optimizer states on the host; masters are counted where they are allocated."""
+        return sum(value.nbytes for part in self.parts if part.on_host for value in self._states(part))
+
+    def close(self) -> None:
+        self._parts, self._rounds = [], []
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+    def _receive(self, indices: Sequence[int]) -> list[Part]:
+        """Hand the buckets' summed gradients to their parts; transfers to the host start here."""
+        parts = []
+        for index in indices:
+            gradient = self._stage.gradients.take(self._stage.gradients.states[index])
+            for part in self._parts[index]:
+                part.receive(gradient[part.place])
+                parts.append(part)
+        return parts
+
+    def _step_optimizer(self, parts: Sequence[Part]) -> None:
+        members: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for part in parts:
+            for piece in part.slices:
+                members[piece.group].append(piece.tensor)
+        for group, tensors in zip(self.optimizer.param_groups, members, strict=True):
+            group["params"] = tensors
+            prepare_state(self.optimizer, tensors, group)
+        self.optimizer.step()
+
+    def _states(self, part: Part) -> Iterator[Tensor]:
+        for piece in part.slices:
+            yield from (value for value in self.optimizer.state.get(piece.tensor, {}).values()
+                        if isinstance(value, Tensor))
