@@ -49,21 +49,22 @@ LAYERS = (
           libraries=frozenset({"fastapi", "starlette", "pydantic", "prometheus_client"})),
     Layer(name="autotune.settings", modules=("autotune.settings",), may=("autotune.domain", *CONTRACT),
           libraries=frozenset({"pydantic", "pydantic_settings"})),
-    Layer(name="autotune.client", modules=("autotune.client",), may=("autotune.domain", *CONTRACT),
+    Layer(name="autotune.client", modules=("autotune.client",), may=("autotune.domain", "autotune.service.schemas", *CONTRACT),
           libraries=frozenset({"httpx", "pydantic"})),
     Layer(name="web", modules=("web",), may=("autotune.service", "autotune.domain", *CONTRACT),
           libraries=frozenset({"fastapi", "starlette", "jinja2", "markupsafe", "plotly", "pydantic"})),
     Layer(name="a composition root", modules=("autotune.cli", "autotune.asgi"), may=("autotune", "engine", "web"),
-          libraries=frozenset({"typer", "rich", "uvicorn", "fastapi", "httpx", "pydantic"})),
+          libraries=frozenset({"typer", "rich", "uvicorn", "fastapi", "httpx", "pydantic", "yaml"})),
 )
 
 BROAD_EXCEPTS = {
     "engine/worker.py": "the worker's entry: every failure of a request becomes a typed report",
     "autotune/scheduler/loop.py": "the scheduler's loop: one study's failure must not end the others",
-    "autotune/service/errors.py": "the HTTP error handler: an internal error becomes problem details, and is logged",
 }
 
-MANY_PARAMETERS: dict[tuple[str, str], str] = {}
+MANY_PARAMETERS: dict[tuple[str, str], str] = {
+    ("autotune/cli/serve.py", "serve"): "one parameter for each option of the command line, as typer wants it",
+}
 """(path, function) -> reason."""
 
 LONG_FILES: dict[str, str] = {}
@@ -129,7 +130,8 @@ for name in sys.argv[1:]:
 
 def test_everything_but_the_engines_inside_loads_without_torch(source: list[Module]) -> None:
     names = ["engine", *(module.name for module in source
-                         if module.name in CONTRACT or module.name.split(".")[0] in ("autotune", "web"))]
+                         if not module.name.endswith("__main__") and (
+                             module.name in CONTRACT or module.name.split(".")[0] in ("autotune", "web")))]
     done = subprocess.run([sys.executable, "-c", _IMPORT_WITHOUT_TORCH, *names], cwd=ROOT, capture_output=True,
                           text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -140,5 +140,5 @@ def train(file: Path, *, steps: int) -> list[float]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return [line["loss"] for line in lines if "loss" in line]
+    losses: list[float] = json.loads(done.stdout)["losses"]
+    return losses
