@@ -306,7 +306,7 @@ async def test_trials_keep_prediction_log_and_events(database: Database) -> None
     kinds = [event.kind for event in events]
     phases = [event.data["phase"] for event in events if event.kind is EventKind.STUDY_PHASE]
     assert phases == [StudyPhase.PROBING, StudyPhase.CALIBRATING, StudyPhase.SEARCHING, StudyPhase.CONFIRMING]
-    assert kinds.count(EventKind.TRIAL_STARTED) == kinds.count(EventKind.TRIAL_FINISHED) == 4 + 8
+    assert kinds.count(EventKind.TRIAL_STARTED) == kinds.count(EventKind.TRIAL_FINISHED) == 4 + 6
     assert EventKind.BEST_CHANGED in kinds
     assert [event.data["state"] for event in events if event.kind is EventKind.STUDY_STATE] == [
         "queued", "running", "succeeded"]

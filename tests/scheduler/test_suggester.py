@@ -1,0 +1,74 @@
+"""Suggestions from the helper process."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from autotune.domain.request import SearchRequest
+from autotune.scheduler.suggester import HelperSuggester
+from autotune.search.plan import Plan, make_plan
+from autotune.search.space import parse_space
+from autotune.search.suggest import suggest
+from tests.support.samples import sample_hardware_profile, sample_model_profile, sample_request
+from tests.support.scheduling import in_loop
+
+
+@pytest.fixture
+def plan() -> Plan:
+    request = sample_request()
+    return make_plan(request, parse_space(request), sample_model_profile(), sample_hardware_profile())
+
+
+@in_loop
+async def test_the_helper_suggests_what_the_function_would(plan: Plan) -> None:
+    helper = HelperSuggester()
+    try:
+        for seed in (1, 2):
+            search = SearchRequest(sampler="random", seed=seed)
+            assert await helper.suggest(plan, (), search) == suggest(plan, (), search)
+    finally:
+        await helper.close()
+    assert "torch" not in sys.modules, "what a sampler loads stays in the helper"
+
+
+@in_loop
+async def test_a_helper_that_died_is_replaced(plan: Plan) -> None:
+    helper = HelperSuggester()
+    search = SearchRequest(sampler="random", seed=1)
+    try:
+        first = await helper.suggest(plan, (), search)
+        assert helper._process is not None
+        killed = helper._process.pid
+        os.kill(killed, signal.SIGKILL)
+        assert await helper.suggest(plan, (), search) == first
+        assert helper._process.pid != killed
+    finally:
+        await helper.close()
+
+
+@in_loop
+async def test_an_error_of_the_sampler_comes_back_with_its_traceback(plan: Plan) -> None:
+    helper = HelperSuggester()
+    try:
+        with pytest.raises(RuntimeError, match="no such sampler: nonsense"):
+            await helper.suggest(plan, (), SearchRequest(seed=1).model_copy(update={"sampler": "nonsense"}))
+        assert await helper.suggest(plan, (), SearchRequest(sampler="random")) is not None
+    finally:
+        await helper.close()
+
+
+@in_loop
+async def test_a_caller_that_is_cancelled_ends_the_computation(plan: Plan) -> None:
+    helper = HelperSuggester()
+    asking = asyncio.create_task(helper.suggest(plan, (), SearchRequest(sampler="random")))
+    while helper._process is None:
+        await asyncio.sleep(0.01)
+    process = helper._process
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert process.returncode == -signal.SIGKILL
+    assert helper._process is None
