@@ -22,6 +22,6 @@ TokenOption = Annotated[str | None, typer.Option(
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 FileArgument = Annotated[Path, typer.Argument(help="The study as JSON or YAML, or - for standard input.")]
 FormatOption = Annotated[str, typer.Option(
-    "--format", "-f", help="engine, deepspeed, accelerate, accelerate-fsdp, fsdp.")]
+    "--format", "-f", help="engine, deepspeed, accelerate, fsdp, ...; an unknown one lists all.")]
 OutputOption = Annotated[Path | None, typer.Option(
     "--output", "-o", help="File to write; standard output when not given.")]

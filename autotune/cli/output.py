@@ -148,7 +148,7 @@ def winner_lines(best: BestLike) -> Sequence[str]:
         between = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
         lines.append(f"speed-up: {best.speedup:.2f}x{between}")
     if not best.confirmed:
-        lines.append("not confirmed: measured once only")
+        lines.append("not confirmed: not measured again beside the others, or not undisturbed")
     if best.tie_with:
         lines.append(f"within the interval of trial {', '.join(map(str, best.tie_with))}: as good as equal")
     return lines

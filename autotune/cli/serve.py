@@ -1,8 +1,8 @@
 """``serve``: the web process, and the scheduler as its child. ``scheduler``: the scheduler alone.
 
 The two stop together. A stop of the web process, by a signal or by ``kill -9``, stops the scheduler; a scheduler that
-dies is started again, and if it keeps dying, `serve` ends with exit code 1. Whatever was interrupted goes on at the next
-start: all that matters is in the database.
+dies is started again, and if it keeps dying, `serve` ends with exit code 1. Whatever was interrupted goes on at the
+next start: all that matters is in the database.
 """
 
 import asyncio

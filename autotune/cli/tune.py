@@ -29,7 +29,7 @@ def tune(
     file: FileArgument,
     data_dir: DataDirOption = None, device: DeviceOption = None,
     format: Annotated[str | None, typer.Option("--format", "-f", help="Also export the winner: engine, deepspeed, "
-                                               "accelerate, accelerate-fsdp, fsdp.")] = None,
+                                               "accelerate, fsdp, ...; an unknown one lists all.")] = None,
     output: OutputOption = None, json: JsonOption = False,
 ) -> None:
     """Tune a model here and now, without a service. Exit code 0 only if a winner was found.

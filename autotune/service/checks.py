@@ -8,7 +8,9 @@ from typing import Any
 from autotune.domain.errors import FieldError, InvalidRequestError
 from autotune.domain.hardware import Host
 from autotune.domain.request import StudyRequest
+from autotune.search.space import parse_space
 from autotune.settings import Settings
+from engine.errors import ConfigurationError
 from engine.spec import HuggingFaceSpec, PythonSpec
 
 MAX_DEPTH = 40
@@ -73,6 +75,19 @@ def check_devices(request: StudyRequest, hosts: tuple[Host, ...]) -> None:
         raise InvalidRequestError(FieldError(
             "hardware.devices",
             f"{wanted.devices} asked for, but the largest host has {largest}: give at most {largest}"))
+
+
+def check_space(request: StudyRequest) -> None:
+    """Refuse batch sizes, baselines and search spaces with which nothing could run.
+
+    Raises:
+        InvalidRequestError: names every field at fault.
+    """
+    try:
+        parse_space(request)
+    except ConfigurationError as error:
+        raise InvalidRequestError(*(FieldError(f"search.baseline.{field}", str(error))
+                                    for field in error.fields)) from error
 
 
 def check_idempotency_key(key: str) -> None:

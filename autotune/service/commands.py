@@ -1,13 +1,21 @@
 """What can be ordered. Every call is one transaction, committed here."""
 
+from collections.abc import Callable
+
 from autotune.domain.errors import FieldError, InvalidRequestError
+from autotune.domain.hardware import Host
 from autotune.domain.request import StudyRequest
 from autotune.domain.study import Study
-from autotune.search.space import parse_space
-from autotune.service.checks import check_devices, check_free_parts, check_idempotency_key, check_sizes, check_task
+from autotune.service.checks import (
+    check_devices,
+    check_free_parts,
+    check_idempotency_key,
+    check_sizes,
+    check_space,
+    check_task,
+)
 from autotune.settings import Settings
 from autotune.store.database import Database
-from engine.errors import ConfigurationError
 
 
 class Commands:
@@ -24,27 +32,29 @@ class Commands:
             InvalidRequestError: a request that can never run; names every field at fault.
             ConflictError: the key was used for another request.
         """
-        self.check(request)
         if idempotency_key is not None:
             check_idempotency_key(idempotency_key)
+        with self._database.read() as transaction:
+            hosts = transaction.hosts.list()
+        self._check(request, hosts)
         with self._database.begin() as transaction:
-            check_devices(request, transaction.hosts.list())
             return transaction.studies.add(request, idempotency_key=idempotency_key)
 
-    def check(self, request: StudyRequest) -> None:
-        """All that can be said of a request without the database.
-
-        Raises:
-            InvalidRequestError: a request that can never run; names every field at fault.
-        """
+    def _check(self, request: StudyRequest, hosts: tuple[Host, ...]) -> None:
+        """Gather what is wrong, so that a user need not find out one by one."""
         check_free_parts(request)
-        check_sizes(request)
-        check_task(request, self._settings)
-        try:
-            parse_space(request)
-        except ConfigurationError as error:
-            raise InvalidRequestError(*(FieldError(f"search.baseline.{field}", str(error))
-                                        for field in error.fields)) from error
+        check_sizes(request)  # first: the others compute with these numbers
+        problems: list[FieldError] = []
+        checks: tuple[Callable[[], None], ...] = (
+            lambda: check_task(request, self._settings), lambda: check_devices(request, hosts),
+            lambda: check_space(request))
+        for check in checks:
+            try:
+                check()
+            except InvalidRequestError as error:
+                problems.extend(error.errors)
+        if problems:
+            raise InvalidRequestError(*problems)
 
     def cancel(self, study_id: str) -> Study:
         """Ask a study to stop: a queued one ends at once, a running one within seconds.

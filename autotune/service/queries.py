@@ -1,19 +1,17 @@
 """What can be asked. Every call is one short read transaction; callers get the domain's frozen values."""
 
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 from autotune.domain.catalog import ModelSummary
 from autotune.domain.errors import ConflictError, FieldError, InvalidRequestError, NotFoundError, NoWinnerError
 from autotune.domain.hardware import DeviceLease, Host
 from autotune.domain.page import Page
 from autotune.domain.study import BestConfig, Event, PlanSummary, Study, StudyState, Trial
+from autotune.export import FORMATS, ExportedFile
+from autotune.export import export as export_best
 from autotune.store.database import Database
 from engine.profile import HardwareProfile
 from engine.values import Value
-
-if TYPE_CHECKING:
-    from autotune.export import ExportedFile
 
 
 class DeviceView(Value):
@@ -142,7 +140,7 @@ class Queries:
         raise NoWinnerError(f"study {study_id} is {study.state.value} and has no winner{reason} (trials: {counts})",
                             outcomes=outcomes)
 
-    def export(self, study_id: str, format: str) -> "ExportedFile":
+    def export(self, study_id: str, format: str) -> ExportedFile:
         """The winner as a file for a training tool.
 
         Raises:
@@ -150,18 +148,14 @@ class Queries:
             NoWinnerError: nothing to export.
             ExportError: the format cannot express the configuration.
         """
-        from autotune.export import FORMATS, export
-
         study = self.study(study_id)
         if format not in FORMATS:
             raise InvalidRequestError(FieldError(
                 "format", f"unknown format {format!r}: give one of {', '.join(FORMATS)}"))
-        return export(study.best or self.best(study_id), format)
+        return export_best(study.best or self.best(study_id), format)
 
     def export_formats(self) -> tuple[str, ...]:
         """Names of the formats that `export` knows."""
-        from autotune.export import FORMATS
-
         return FORMATS
 
     def models(self) -> tuple[ModelSummary, ...]:

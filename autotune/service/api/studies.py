@@ -7,6 +7,7 @@ from fastapi import APIRouter, Body, Depends, Header, Query, Response
 
 from autotune.domain.request import StudyRequest
 from autotune.domain.study import BestConfig, StudyState
+from autotune.export import FORMATS
 from autotune.service.api.parameters import Cursor, Limit, ModelFilter, StudyId, json_body
 from autotune.service.problems import responses
 from autotune.service.schemas import PlanView, StudyList, StudyView
@@ -91,7 +92,7 @@ def get_best(study_id: StudyId, queries: QueriesDep) -> BestConfig:
     200: {"description": "the file; `X-Autotune-Notes` is a JSON list of what to know about it",
           "content": {"application/json": {}, "application/yaml": {}, "text/plain": {}}}})
 def export(study_id: StudyId, queries: QueriesDep, format: Annotated[
-        str, Query(max_length=100, description="engine, deepspeed, accelerate, accelerate-fsdp, fsdp")] = "engine",
+        str, Query(max_length=100, description=", ".join(FORMATS))] = "engine",
            ) -> Response:
     """The winner for a training tool. What the format cannot express is refused or noted, never dropped in silence."""
     file = queries.export(study_id, format)
