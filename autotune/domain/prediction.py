@@ -8,8 +8,8 @@ from engine.values import Value
 class Prediction(Value):
     """Bytes are per rank, the largest over ranks. The terms sum to the totals."""
 
-    device_bytes: dict[str, int] = Field(description="by term: parameters, gradients, optimizer, buckets, gathered, "
-                                         "activations, workspace")
+    device_bytes: dict[str, int] = Field(description="by term: parameters, gradients, optimizer, model_buffers, "
+                                         "buckets, gathered, activations, workspace")
     host_bytes: dict[str, int]
     peak_device_bytes: int
     peak_host_bytes: int

@@ -3,7 +3,10 @@
 Model states follow the ZeRO paper (arXiv 1910.02054, section 5): with Psi trainable parameters on W ranks, stage 1
 divides the optimizer states by W, stage 2 the gradients as well, stage 3 the parameters as well. A shard is rounded
 up, so that the shards of all ranks together are never less than one full copy. Activations are measured, not
-estimated (`ModelProfile`).
+estimated (`ModelProfile`). Buffers follow what the engine holds: see `reduce_buffer_bytes` and `gather_buffer_bytes`.
+
+A step peaks either in the backward pass, with activations and reduction buffers, or in the update, with gathers and
+converted gradients; the terms are those of the phase that needs more.
 """
 
 from dataclasses import dataclass
@@ -24,34 +27,49 @@ class MemoryTerms:
     host: dict[str, int]
 
 
-def memory_terms(model: ModelProfile, optimizer: OptimizerConfig, config: TrainConfig, world_size: int) -> MemoryTerms:
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What a configuration's memory depends on besides itself.
+
+    Attributes:
+        device_is_host: the device's memory is the host's, as on a CPU.
+    """
+
+    model: ModelProfile
+    optimizer: OptimizerConfig
+    world_size: int
+    device_is_host: bool
+
+
+def memory_terms(situation: Situation, config: TrainConfig) -> MemoryTerms:
     """Peak bytes of the rank that holds most.
 
     Raises:
         KeyError: the profile lacks the activations of this checkpointing and precision.
     """
-    compute_bytes = BYTES_PER_ELEMENT[config.precision]
-    parameters = compute_bytes * (shard(model.parameters, world_size) if config.zero_stage >= 3 else model.parameters)
-    gradients = compute_bytes * (shard(model.trainable_parameters, world_size) if config.zero_stage >= 2
-                                 else model.trainable_parameters)
-    states = optimizer_bytes(model, optimizer, config, world_size)
-    host_share = config.offload_optimizer_ratio
-    host_states = round(states * host_share)
+    model = situation.model
+    parameters = parameter_bytes(model, config, situation.world_size)
+    on_device, on_host = optimizer_bytes(situation, config)
     activation = model.activation(config.activation_checkpointing, config.precision)
+    activations = activation.fixed + config.micro_batch_size * activation.saved_per_sample
+    transient = config.micro_batch_size * max(activation.peak_per_sample - activation.saved_per_sample, 0)
+    reducing, updating = reduce_buffer_bytes(situation, config), gather_buffer_bytes(situation, config)
+    if updating > reducing + activations + transient:
+        reducing, activations, transient = updating, 0, 0
     device = {
         "parameters": 0 if config.offload_param else parameters,
-        "gradients": gradients,
-        "optimizer": states - host_states,
+        "gradients": gradient_bytes(model, config, situation.world_size),
+        "optimizer": on_device,
         "model_buffers": model.buffer_bytes,
-        "buckets": bucket_bytes(model, config, world_size),
-        "gathered": gathered_bytes(model, config, world_size),
-        "activations": activation.fixed + config.micro_batch_size * activation.saved_per_sample,
-        "workspace": config.micro_batch_size * max(activation.peak_per_sample - activation.saved_per_sample, 0),
+        "buckets": reducing,
+        "gathered": gathered_bytes(situation, config),
+        "activations": activations,
+        "workspace": transient,
     }
     host = {
         "parameters": parameters if config.offload_param else 0,
-        "gradients": round(host_share * MASTER_BYTES * owned(model, config, world_size)),
-        "optimizer": host_states,
+        "optimizer": on_host,
+        "buckets": staging_bytes(situation, config),
     }
     return MemoryTerms(device=device, host=host)
 
@@ -64,6 +82,18 @@ def shard(elements: int, world_size: int) -> int:
 def owned(model: ModelProfile, config: TrainConfig, world_size: int) -> int:
     """Elements whose optimizer states this rank keeps."""
     return shard(model.trainable_parameters, world_size) if config.zero_stage >= 1 else model.trainable_parameters
+
+
+def parameter_bytes(model: ModelProfile, config: TrainConfig, world_size: int) -> int:
+    """Parameters that stay on this rank, device or host."""
+    elements = shard(model.parameters, world_size) if config.zero_stage >= 3 else model.parameters
+    return elements * BYTES_PER_ELEMENT[config.precision]
+
+
+def gradient_bytes(model: ModelProfile, config: TrainConfig, world_size: int) -> int:
+    """Gradients that are kept until the step. Sums over micro-batches are fp32, whatever the precision."""
+    elements = shard(model.trainable_parameters, world_size) if config.zero_stage >= 2 else model.trainable_parameters
+    return elements * _held_bytes(config)
 
 
 def states_per_parameter(optimizer: OptimizerConfig) -> int:
@@ -79,40 +109,86 @@ def states_per_parameter(optimizer: OptimizerConfig) -> int:
             return 2
 
 
-def optimizer_bytes(model: ModelProfile, optimizer: OptimizerConfig, config: TrainConfig, world_size: int) -> int:
-    """States and, where the optimizer works in another precision than the model, master weights; device and host."""
-    in_fp32 = config.optimizer_precision == "fp32"
-    state_bytes = MASTER_BYTES if in_fp32 else BYTES_PER_ELEMENT[config.precision]
-    per_element = state_bytes * states_per_parameter(optimizer)
-    if in_fp32 and config.precision != "fp32":
-        per_element += MASTER_BYTES
-    return per_element * owned(model, config, world_size)
+def optimizer_bytes(situation: Situation, config: TrainConfig) -> tuple[int, int]:
+    """States and master weights: (device, host) bytes.
 
-
-def bucket_bytes(model: ModelProfile, config: TrainConfig, world_size: int) -> int:
-    """Buffers that communication needs beside gradients and parameters: none on one rank.
-
-    A bucket is never larger than what goes through it. With overlap a second reduce bucket fills while the first is
-    under way.
+    Where dtypes agree, the parameters on the device are their own masters; offloaded masters are always copies.
     """
-    if world_size == 1:
+    elements = owned(situation.model, config, situation.world_size)
+    state_bytes = _optimizer_element_bytes(config)
+    states = state_bytes * states_per_parameter(situation.optimizer)
+    has_masters = config.optimizer_precision == "fp32" and config.precision != "fp32"
+    offloaded = round(elements * config.offload_optimizer_ratio)
+    return ((elements - offloaded) * (states + (state_bytes if has_masters else 0)),
+            offloaded * (states + state_bytes))
+
+
+def reduce_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
+    """What reducing gradients needs beside them: none on one rank.
+
+    With overlap two buckets are under way at once. Each takes its copy in the reduction's dtype, where that is not the
+    gradients' own, and what is received; from stage 2 on, where no full gradients are kept, the bucket itself and the
+    one being filled come on top. A bucket is at least the largest parameter and at most the model.
+    """
+    ranks = situation.world_size
+    if ranks == 1:
         return 0
-    compute_bytes = BYTES_PER_ELEMENT[config.precision]
-    reduce_elements = min(config.reduce_bucket_size, model.trainable_parameters)
-    reduce = reduce_elements * BYTES_PER_ELEMENT[config.reduce_dtype]
+    elements = _bucket_elements(situation.model, config)
+    wire = BYTES_PER_ELEMENT[config.reduce_dtype]
+    under_way = 2 if config.overlap_comm else 1
+    received = shard(elements * (ranks - 1), ranks) if situation.device_is_host else shard(elements, ranks)
     if config.zero_stage == 0:
-        return reduce if config.reduce_dtype != config.precision else 0
-    total = reduce * (2 if config.overlap_comm else 1)
-    if config.zero_stage in (1, 2):
-        total += min(config.allgather_bucket_size, model.trainable_parameters) * compute_bytes
-    return total
+        received = 0  # reduced in place
+    copied = elements if config.zero_stage < 2 and _held_bytes(config) != wire else 0
+    collected = elements * (under_way + 1) if config.zero_stage >= 2 else 0
+    return wire * (under_way * (received + copied) + collected)
 
 
-def gathered_bytes(model: ModelProfile, config: TrainConfig, world_size: int) -> int:
+def gather_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
+    """What the update needs: converted gradients of two buckets, and at stages 1 and 2 gathers through one buffer.
+
+    Without overlap one such gather is under way at a time, else all of them.
+    """
+    model, ranks = situation.model, situation.world_size
+    converted = 0
+    if _held_bytes(config) != _optimizer_element_bytes(config):
+        bucket = shard(_bucket_elements(model, config), ranks if config.zero_stage >= 1 else 1)
+        converted = 2 * bucket * _optimizer_element_bytes(config)
+    if ranks == 1 or config.zero_stage not in (1, 2) or config.allgather_bucket_size <= config.reduce_bucket_size:
+        return converted
+    gathered = (model.trainable_parameters if config.overlap_comm
+                else min(config.allgather_bucket_size, model.trainable_parameters))
+    return converted + gathered * BYTES_PER_ELEMENT[config.precision]
+
+
+def gathered_bytes(situation: Situation, config: TrainConfig) -> int:
     """Stage 3: full parameters that exist for the time of their use: the block in use and those gathered ahead."""
-    if config.zero_stage < 3 or (world_size == 1 and not config.offload_param):
+    model, ranks = situation.model, situation.world_size
+    if config.zero_stage < 3 or (ranks == 1 and not config.offload_param):
         return 0
-    blocks = model.block_count * model.block_parameters
-    in_use = max(model.block_parameters, model.largest_parameter, model.parameters - blocks)
-    ahead = min(config.prefetch_bucket_size, model.parameters - in_use) if world_size > 1 else 0
-    return (in_use + max(ahead, 0)) * BYTES_PER_ELEMENT[config.precision]
+    outside = model.parameters - model.block_count * model.block_parameters
+    in_use = min(max(outside, 0) + model.block_parameters, model.parameters)
+    ahead = min(config.prefetch_bucket_size, model.parameters - in_use) if ranks > 1 else 0
+    return (in_use + ahead) * BYTES_PER_ELEMENT[config.precision]
+
+
+def staging_bytes(situation: Situation, config: TrainConfig) -> int:
+    """Host buffers through which offloaded gradients and parameters pass, two each way; none where host and device
+    are the same memory."""
+    if situation.device_is_host or config.offload_optimizer_ratio == 0:
+        return 0
+    ranks = situation.world_size if config.zero_stage >= 1 else 1
+    elements = round(shard(_bucket_elements(situation.model, config), ranks) * config.offload_optimizer_ratio)
+    return 2 * elements * (_held_bytes(config) + BYTES_PER_ELEMENT[config.precision])
+
+
+def _bucket_elements(model: ModelProfile, config: TrainConfig) -> int:
+    return min(max(config.reduce_bucket_size, model.largest_parameter), model.trainable_parameters)
+
+
+def _held_bytes(config: TrainConfig) -> int:
+    return MASTER_BYTES if config.gradient_accumulation_steps > 1 else BYTES_PER_ELEMENT[config.reduce_dtype]
+
+
+def _optimizer_element_bytes(config: TrainConfig) -> int:
+    return MASTER_BYTES if config.optimizer_precision == "fp32" else BYTES_PER_ELEMENT[config.precision]

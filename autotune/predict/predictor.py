@@ -1,7 +1,7 @@
 """`predict`: one configuration's memory and time, before it is tried."""
 
 from autotune.domain.prediction import Prediction
-from autotune.predict.memory import memory_terms
+from autotune.predict.memory import Situation, memory_terms
 from autotune.predict.time import step_seconds
 from engine.config import OptimizerConfig, TrainConfig
 from engine.profile import HardwareProfile, ModelProfile
@@ -20,7 +20,9 @@ def predict(model: ModelProfile, hardware: HardwareProfile, optimizer: Optimizer
     Raises:
         KeyError: the model was not probed with this checkpointing and precision.
     """
-    terms = memory_terms(model, optimizer, config, hardware.world_size)
+    situation = Situation(model=model, optimizer=optimizer, world_size=hardware.world_size,
+                          device_is_host=hardware.device_type == "cpu")
+    terms = memory_terms(situation, config)
     return Prediction(device_bytes=terms.device, host_bytes=terms.host,
                       peak_device_bytes=sum(terms.device.values()), peak_host_bytes=sum(terms.host.values()),
                       step_seconds=step_seconds(model, hardware, optimizer, config))
