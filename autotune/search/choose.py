@@ -8,29 +8,12 @@ only for the record.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from statistics import fmean
 
-from autotune.domain.study import Trial, TrialRole, TrialState
+from autotune.domain.study import Trial, TrialRole
+from autotune.domain.throughput import Throughput, is_valid, may_win, throughput
 from autotune.search.plan import Plan
 from engine.config import TrainConfig
-from engine.report import Measurement, Outcome
-from engine.statistics import mean_interval
 from engine.values import Value
-
-
-class Throughput(Value):
-    """Tokens per second over all uncontended measurements of one trial.
-
-    Attributes:
-        interval: 95 % confidence interval.
-        relative_error: half the interval of the mean step time over that mean.
-    """
-
-    tokens_per_second: float
-    interval: tuple[float, float]
-    relative_error: float
-    step_seconds: float
-    samples_per_second: float
 
 
 class Choice(Value):
@@ -72,30 +55,9 @@ def finalists(trials: Sequence[Trial], count: int) -> list[int]:
     """
     clean = [(rate.tokens_per_second, trial) for trial in trials if (rate := throughput(trial)) is not None]
     clean.sort(key=lambda pair: (-pair[0], pair[1].number))
-    contended = [trial for trial in trials if _may_win(trial) and throughput(trial) is None]
+    contended = [trial for trial in trials if may_win(trial) and throughput(trial) is None]
     contended.sort(key=lambda trial: (-_fastest(trial), trial.number))
     return [trial.number for trial in [*(trial for _, trial in clean), *contended][:count]]
-
-
-def throughput(trial: Trial) -> Throughput | None:
-    """Pooled over the trial's uncontended measurements; None where nothing valid was measured."""
-    valid = [measurement for measurement in trial.measurements if _is_valid(measurement)]
-    if not _may_win(trial) or not valid:
-        return None
-    samples = [seconds for measurement in valid for seconds in measurement.step_seconds]
-    mean = fmean(samples)
-    # tokens of a step are the same for every configuration, so any measurement tells them
-    tokens_per_step = valid[0].tokens_per_second * fmean(valid[0].step_seconds)
-    rate = tokens_per_step / mean
-    high = mean_interval(samples)[1]
-    if math.isfinite(high):
-        error = (high - mean) / mean
-        interval = (rate / (1 + error), rate * (1 + error))
-    else:
-        interval = valid[0].tokens_per_second_interval
-        error = max(interval[1] - rate, rate - interval[0], 0.0) / rate
-    return Throughput(tokens_per_second=rate, interval=interval, relative_error=error, step_seconds=mean,
-                      samples_per_second=valid[0].samples_per_second * fmean(valid[0].step_seconds) / mean)
 
 
 def choose(trials: Sequence[Trial], *, among: Sequence[int] | None = None) -> Choice | None:
@@ -122,7 +84,7 @@ def choose(trials: Sequence[Trial], *, among: Sequence[int] | None = None) -> Ch
     speedup, speedup_interval = _speedup(rate, baseline_rate, same=baseline is not None and baseline.number == winner)
     return Choice(
         trial_number=winner, config=trial.config, throughput=rate, peak_device_bytes=_peak(trial)[0],
-        peak_host_bytes=_peak(trial)[1], confirmed=sum(_is_valid(each) for each in trial.measurements) > 1,
+        peak_host_bytes=_peak(trial)[1], confirmed=sum(is_valid(each) for each in trial.measurements) > 1,
         baseline_trial_number=baseline.number if baseline is not None else None,
         baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate is not None else None,
         baseline_peak_device_bytes=_peak(baseline)[0] if baseline is not None and baseline.measurements else None,
@@ -146,15 +108,6 @@ def why_no_winner(trials: Sequence[Trial]) -> str:
                   if trial.outcome and not trial.outcome.is_out_of_memory and trial.detail), None)
     cause = f"; trial {first.number}: {first.detail}" if first is not None else ""
     return f"no trial gave a valid measurement ({counts}){cause}"
-
-
-def _may_win(trial: Trial) -> bool:
-    return trial.state is TrialState.FINISHED and trial.outcome is Outcome.OK and trial.measurement is not None
-
-
-def _is_valid(measurement: Measurement) -> bool:
-    return (not measurement.contended and len(measurement.step_seconds) > 0
-            and min(measurement.step_seconds) > 0 and measurement.tokens_per_second > 0)
 
 
 def _fastest(trial: Trial) -> float:

@@ -14,7 +14,7 @@ from optuna.trial import TrialState as OptunaState
 
 from autotune.domain.prediction import Prediction
 from autotune.domain.study import Trial, TrialState
-from autotune.search.choose import throughput
+from autotune.domain.throughput import throughput
 from autotune.search.encoding import Params
 from autotune.search.plan import Plan
 from engine.config import TrainConfig

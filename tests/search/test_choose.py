@@ -3,7 +3,8 @@
 import pytest
 
 from autotune.domain.study import TrialRole
-from autotune.search.choose import choose, finalists, first_configs, throughput, why_no_winner
+from autotune.domain.throughput import throughput
+from autotune.search.choose import choose, finalists, first_configs, why_no_winner
 from engine.config import TrainConfig
 from engine.report import Outcome
 from tests.search.support import MIB, finished, measurement, running, study_plan, study_request

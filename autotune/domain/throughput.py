@@ -1,0 +1,69 @@
+"""How fast a trial is, over all its measurements: one number, the same wherever it is shown or used."""
+
+import math
+from statistics import fmean
+
+from autotune.domain.study import Trial, TrialState
+from engine.report import Measurement, Outcome
+from engine.statistics import mean_interval
+from engine.values import Value
+
+
+class Throughput(Value):
+    """Tokens per second over measurements of one trial.
+
+    Attributes:
+        interval: 95 % confidence interval.
+        relative_error: half the interval of the mean step time over that mean.
+    """
+
+    tokens_per_second: float
+    interval: tuple[float, float]
+    relative_error: float
+    step_seconds: float
+    samples_per_second: float
+
+
+def may_win(trial: Trial) -> bool:
+    """Whether a trial ended well and was measured."""
+    return trial.state is TrialState.FINISHED and trial.outcome is Outcome.OK and trial.measurement is not None
+
+
+def is_measured(measurement: Measurement) -> bool:
+    """Whether a measurement has steps and numbers to go by."""
+    return (len(measurement.step_seconds) > 0 and min(measurement.step_seconds) > 0
+            and measurement.tokens_per_second > 0)
+
+
+def is_valid(measurement: Measurement) -> bool:
+    """Whether a measurement counts: taken without contention."""
+    return is_measured(measurement) and not measurement.contended
+
+
+def throughput(trial: Trial) -> Throughput | None:
+    """Pooled over the trial's uncontended measurements; None where nothing valid was measured."""
+    return _pooled(trial, [measurement for measurement in trial.measurements if is_valid(measurement)])
+
+
+def shown_throughput(trial: Trial) -> Throughput | None:
+    """As `throughput`; where all measurements were taken under contention, these, for the record only."""
+    return throughput(trial) or _pooled(trial, [run for run in trial.measurements if is_measured(run)])
+
+
+def _pooled(trial: Trial, runs: list[Measurement]) -> Throughput | None:
+    if not may_win(trial) or not runs:
+        return None
+    samples = [seconds for run in runs for seconds in run.step_seconds]
+    mean = fmean(samples)
+    # tokens of a step are the same for every configuration, so any measurement tells them
+    tokens_per_step = runs[0].tokens_per_second * fmean(runs[0].step_seconds)
+    rate = tokens_per_step / mean
+    high = mean_interval(samples)[1]
+    if math.isfinite(high):
+        error = (high - mean) / mean
+        interval = (rate / (1 + error), rate * (1 + error))
+    else:
+        interval = runs[0].tokens_per_second_interval
+        error = max(interval[1] - rate, rate - interval[0], 0.0) / rate
+    return Throughput(tokens_per_second=rate, interval=interval, relative_error=error, step_seconds=mean,
+                      samples_per_second=runs[0].samples_per_second * fmean(runs[0].step_seconds) / mean)
