@@ -57,6 +57,16 @@ class Slot:
 
 
 @dataclass(frozen=True, eq=False)
+class Run:
+    """Elements [start, stop) of a flattened parameter, and their place in the range of a bucket that was asked for."""
+
+    managed: ManagedParameter
+    start: int
+    stop: int
+    place: slice
+
+
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """Parameters of one dtype that are reduced together; all trainable or all frozen."""
 
@@ -79,6 +89,16 @@ class Bucket:
         """Elements that belong to no parameter."""
         edges = [0, *(edge for slot in self.slots for edge in (slot.offset, slot.end)), self.size]
         return tuple(slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
+
+    def runs(self, first: int, last: int) -> list["Run"]:
+        """What elements [first, last) of the bucket are of its parameters; padding left out."""
+        runs = []
+        for slot in self.slots:
+            start, stop = max(slot.offset, first), min(slot.end, last)
+            if start < stop:
+                place = slice(start - first, stop - first)
+                runs.append(Run(slot.managed, start - slot.offset, stop - slot.offset, place))
+        return runs
 
     def fill(self, flat: Tensor) -> None:
         """Copy the parameters' present values into `flat` (size,), zeros between them."""

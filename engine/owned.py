@@ -129,15 +129,11 @@ def make_parts(bucket: Bucket, stage: Stage, groups: dict[nn.Parameter, int], of
 
 
 def _slices(part: Part, owned_start: int, groups: dict[nn.Parameter, int]) -> list[Slice]:
-    first, last = owned_start + part.place.start, owned_start + part.place.stop
     slices = []
-    for slot in part.bucket.slots:
-        start, stop = max(slot.offset, first), min(slot.end, last)
-        group = groups.get(slot.managed.parameter)
-        if start < stop and group is not None:
-            place = slice(start - first, stop - first)
-            slices.append(Slice(slot.managed, start - slot.offset, stop - slot.offset, place, part.master[place],
-                                group))
+    for run in part.bucket.runs(owned_start + part.place.start, owned_start + part.place.stop):
+        group = groups.get(run.managed.parameter)
+        if group is not None:
+            slices.append(Slice(run.managed, run.start, run.stop, run.place, part.master[run.place], group))
     return slices
 
 

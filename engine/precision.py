@@ -1,12 +1,13 @@
 """Dtypes of compute, gradients and optimizer, and the fp16 loss scale."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.buckets import ManagedParameter
 from engine.config import TrainConfig
 from engine.errors import ConfigurationError
 from engine.values import Precision
@@ -54,15 +55,26 @@ def compute_dtypes(model: nn.Module, compute: torch.dtype) -> dict[nn.Parameter,
     return dtypes
 
 
-def place_buffers(model: nn.Module, *, device: torch.device, compute: torch.dtype) -> None:
-    """Move buffers to the device, floating-point ones to the compute dtype.
+def place_rest(model: nn.Module, managed: Iterable[ManagedParameter], *, device: torch.device,
+               compute: torch.dtype) -> None:
+    """Move what no bucket holds to the device: buffers, and parameters that are not floating-point.
 
-    Integer and complex buffers, running statistics and rotary frequencies keep their dtype.
+    Floating-point buffers are converted to the compute dtype, except running statistics and rotary frequencies.
     """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             keeps = not buffer.is_floating_point() or _keeps_statistics(module) or name in KEPT_BUFFERS
             module._buffers[name] = buffer.to(device, buffer.dtype if keeps else compute)
+    laid_out = {member.parameter for member in managed}
+    for parameter in model.parameters():
+        if parameter not in laid_out:
+            parameter.data = parameter.data.to(device).contiguous()
+
+
+def rest_of(model: nn.Module, managed: Iterable[ManagedParameter]) -> list[Tensor]:
+    """Buffers, and parameters that no bucket holds."""
+    laid_out = {member.parameter for member in managed}
+    return [*model.buffers(), *(parameter.data for parameter in model.parameters() if parameter not in laid_out)]
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
@@ -146,10 +158,3 @@ class LossScale:
             self.value = state["value"]
             self._step, self._last_overflow = int(state["step"]), int(state["last_overflow"])
             self._hysteresis_left = int(state["hysteresis_left"])
-
-
-def floating_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Distinct floating-point parameters with their first names, in the module's order."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
-            yield name, parameter

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from engine.blocks import find_blocks, require_blocks
 from engine.buckets import ManagedParameter
-from engine.checkpoint import consolidate, load_checkpoint, save_checkpoint
+from engine.checkpoint import Progress, TrainingState, consolidate, load_checkpoint, save_checkpoint
 from engine.checkpointing import require_wrappable, unwrap, wrap_inside, wrap_outside
 from engine.collectives import Ranks, connect
 from engine.config import OptimizerConfig, TrainConfig
 from engine.norm import agree_on_used, gradient_norm
 from engine.offload import HostMemory
 from engine.optimizers import OptimizerFactory, make_optimizer
-from engine.precision import DTYPES, LossScale, cast_floating, compute_dtypes, place_buffers, require_precision
+from engine.precision import DTYPES, LossScale, cast_floating, compute_dtypes, place_rest, require_precision, rest_of
 from engine.report import StateBytes
 from engine.requirements import require_same_model, require_trainable
 from engine.stages import Stage, StageContext, make_stage
@@ -80,9 +80,9 @@ def initialize(model: nn.Module, *, config: TrainConfig, optimizer: OptimizerCon
     dtypes = compute_dtypes(model, compute)
     managed = [ManagedParameter(index, name, parameter, dtypes[parameter]) for index, (name, parameter) in
                enumerate((name, parameter) for name, parameter in model.named_parameters() if parameter in dtypes)]
-    place_buffers(model, device=device, compute=compute)
-    for buffer in model.buffers():
-        ranks.broadcast(buffer)
+    place_rest(model, managed, device=device, compute=compute)
+    for tensor in rest_of(model, managed):
+        ranks.broadcast(tensor)
     host = HostMemory(device)
     wrap_inside(blocks, config)
     stage = make_stage(StageContext(model, managed, blocks, ranks, config, device, host))
@@ -117,6 +117,8 @@ class Trainer:
         self._closed = False
         # A micro-batch whose backward ran and which no step has ended; whether it ran inside of no_sync.
         self._uncounted = self._no_sync_uncounted = False
+        self._may_read_state_dict = config.zero_stage < 3
+        self._guard = module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
         self._hook = module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
@@ -224,14 +226,19 @@ class Trainer:
 
         Loads into the plain module with strict=True. Tied parameters share memory as they do in the module's own.
         """
-        return consolidate(self)
+        self._may_read_state_dict = True
+        try:
+            return consolidate(self._training_state())
+        finally:
+            self._may_read_state_dict = self.config.zero_stage < 3
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Save everything that training needs to go on, each rank its part. Collective, atomic.
 
         It loads at another world size, stage or precision.
         """
-        save_checkpoint(self, Path(path))
+        progress = Progress(steps=self.steps, skipped_steps=self.skipped_steps, loss_scale=self._scale.state())
+        save_checkpoint(self._training_state(), progress, Path(path))
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint. Collective.
@@ -239,7 +246,10 @@ class Trainer:
         Raises:
             ConfigurationError: it is of another model, or there is none.
         """
-        load_checkpoint(self, Path(path))
+        progress = load_checkpoint(self._training_state(), Path(path))
+        self.steps, self.skipped_steps = progress.steps, progress.skipped_steps
+        self._scale.load_state(progress.loss_scale)
+        self._micro_batch = 0
 
     def close(self) -> None:
         """Remove all hooks and free all buffers. The module keeps its parameters at stages 0 to 2."""
@@ -247,10 +257,14 @@ class Trainer:
             return
         self._closed = True
         self._hook.remove()
+        self._guard.remove()
         self._update.close()
         self._stage.close()
         unwrap(self.module.modules())
         self._ranks.close()
+
+    def _training_state(self) -> TrainingState:
+        return TrainingState(self.module, self._stage, self._update, self._ranks)
 
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...],
                         keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -258,6 +272,11 @@ class Trainer:
             self._end_micro_batch()
         compute = DTYPES[self.config.precision]
         return cast_floating(inputs, compute), cast_floating(keywords, compute)
+
+    def _before_state_dict(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        if not self._may_read_state_dict:
+            raise RuntimeError("at zero_stage 3 a module holds no whole parameters: call "
+                               "trainer.consolidated_state_dict() on every rank")
 
     def _end_micro_batch(self) -> None:
         self._micro_batch += 1

@@ -38,6 +38,10 @@ class OwnedUpdate:
         for parts in self._parts:
             yield from parts
 
+    def bucket_parts(self, bucket: Bucket) -> list[Part]:
+        """The parts of one bucket; together its owned elements, in order."""
+        return self._parts[bucket.index]
+
     @property
     def slices(self) -> Iterator[Slice]:
         for part in self.parts:

@@ -46,6 +46,10 @@ class Stage(Protocol):
         """Those that train, in reduction order."""
 
     @property
+    def frozen_buckets(self) -> Sequence[Bucket]:
+        """Those that do not train, where the stage divides them; else such parameters are whole on every rank."""
+
+    @property
     def gradients(self) -> GradientBuckets:
         """Collects and reduces."""
 

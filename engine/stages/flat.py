@@ -26,9 +26,10 @@ class FlatParameters:
         config, self.ranks = context.config, context.ranks
         accumulates_locally = not self.reduces_every_micro_batch or self.ranks.size == 1
         self.dtypes = GradientDtypes.of(config, accumulates_locally=accumulates_locally)
+        self.frozen_buckets: Sequence[Bucket] = ()
         self._frozen = [managed for managed in context.parameters if not managed.trainable]
         for managed in self._frozen:
-            managed.parameter.data = managed.parameter.data.to(context.device, managed.dtype)
+            managed.parameter.data = managed.parameter.data.to(context.device, managed.dtype).contiguous()
             self.ranks.broadcast(managed.parameter.data)
         trainable = [managed for managed in reversed(context.parameters) if managed.trainable]
         self.buckets: Sequence[Bucket] = lay_out(trainable, bucket_size=config.reduce_bucket_size,

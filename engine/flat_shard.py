@@ -1,0 +1,64 @@
+"""Flat shards for torch.distributed.checkpoint: pieces of a flattened tensor, cut anywhere.
+
+What is saved knows nothing of ranks, stages or buckets: a 1-D tensor per parameter or state, whose pieces are put
+together again, in other pieces, on loading.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass(eq=False)
+class FlatShard:
+    """This rank's pieces of a tensor (numel,): they begin at `starts`."""
+
+    numel: int
+    pieces: dict[int, Tensor] = field(default_factory=dict)
+
+    def size(self) -> torch.Size:
+        return torch.Size([self.numel])
+
+    def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
+        return [WriteItem(index=MetadataIndex(name, torch.Size([start])), type=WriteItemType.SHARD,
+                          tensor_data=TensorWriteData(chunk=_chunk(start, piece),
+                                                      properties=TensorProperties(dtype=piece.dtype), size=self.size()))
+                for start, piece in self.pieces.items()]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(start, piece) for start, piece in self.pieces.items()]
+
+    def piece_at(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.pieces[index.offset[0]]
+
+
+def _chunk(start: int, piece: Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size([start]), sizes=torch.Size([piece.numel()]))
+
+
+class FlatSavePlanner(DefaultSavePlanner):
+    """The default planner, for flat shards beside tensors; what ranks hold alike is written once."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.piece_at(index) if isinstance(found, FlatShard) else super().lookup_object(index)
+
+
+class FlatLoadPlanner(DefaultLoadPlanner):
+    """The default planner, for flat shards beside tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.piece_at(index) if isinstance(found, FlatShard) else super().lookup_tensor(index)
