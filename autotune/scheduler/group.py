@@ -41,9 +41,9 @@ class GroupKeeper:
 
     async def close(self) -> None:
         """End the processes; the devices are unused when this returns."""
-        group, self._group = self._group, None
-        if group is not None:
-            await group.close()
+        if self._group is not None:
+            await self._group.close()  # known until it is gone: a cancelled close can be repeated
+            self._group = None
 
     async def _healthy_group(self) -> WorkerGroup:
         if self._group is not None and self._group.healthy:

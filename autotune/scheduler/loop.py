@@ -52,6 +52,7 @@ class Scheduler:
         self._suggester = suggester or self._helper
         self._running: set[asyncio.Task[None]] = set()
         self._reported_at: float | None = None
+        self._trouble = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set; studies under way are then left to the next scheduler, at once claimable."""
@@ -64,7 +65,7 @@ class Scheduler:
                     task.add_done_callback(self._running.discard)
                     continue
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._policy.poll):
+                    async with asyncio.timeout(self._policy.report if self._trouble else self._policy.poll):
                         await stop.wait()
         finally:
             stop.set()
@@ -75,16 +76,21 @@ class Scheduler:
     # Claiming
 
     async def _next_claim(self) -> Claim | None:
-        """Report this host where it is time, then claim. An unreachable database is waited for."""
+        """Report this host where it is time, then claim. Trouble with the database is waited out."""
         try:
             now = asyncio.get_running_loop().time()
             if self._reported_at is None or now - self._reported_at >= self._policy.report:
                 await in_thread(self._report_host)
                 self._reported_at = now
-            return await in_thread(self._claim)
+            claim = await in_thread(self._claim)
+            self._trouble = False
+            return claim
         except StoreUnavailableError as error:
             _log.warning("no study could be claimed: %s", error)
-            return None
+        except Exception:  # noqa: BLE001 - running studies must go on, and the next look may find another state
+            _log.exception("no study could be claimed")
+        self._trouble = True
+        return None
 
     def _report_host(self) -> None:
         """Say that this host is there, and free what dead processes of this host held."""
@@ -135,7 +141,8 @@ class Scheduler:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             interruption = None if work.done() else watch.result()
             work.cancel()
-            await asyncio.wait({work})  # the workers are gone when it ends
+            await asyncio.wait({work})
+            await workplace.group.close()  # the work closes it, but may have been cancelled while it did
             settle = self._settlement(study, work, interruption)
             await record.write(lambda tx: settle(tx, study))
         except LeaseLostError as error:

@@ -195,10 +195,7 @@ class StudyRun:
             StudyFailedError: there is none.
         """
         trials = await self._trials()
-        choice = choose(trials, among=contenders(self._request, trials))
-        clean = choice is not None
-        if choice is None:
-            choice = choose(_as_if_alone(trials))
+        choice, clean = _choice(trials, among=contenders(self._request, trials))
         if choice is None:
             raise StudyFailedError(why_no_winner(trials))
         best = best_config(self._study, plan, choice, created_at=self._at.clock())
@@ -269,7 +266,7 @@ class StudyRun:
         trials = tx.trials.list(self._study.id)
         tx.studies.set_progress(*self._key, progress_of(
             self._request, trials, trials_total=total, elapsed_seconds=self._elapsed(), confirming=confirming))
-        choice = choose(trials, among=contenders(self._request, trials) if confirming else None)
+        choice, _ = _choice(trials, among=contenders(self._request, trials) if confirming else None)
         if choice is not None and not _is_known(choice, self._best):
             self._best = best_config(self._study, plan, choice, created_at=self._at.clock())
             tx.studies.set_best(*self._key, self._best)
@@ -293,6 +290,14 @@ def _distinct(plan: Plan, configs: Sequence[TrainConfig]) -> int:
 def _is_known(choice: Choice, best: BestConfig | None) -> bool:
     return best is not None and (choice.trial_number, choice.throughput.tokens_per_second, choice.confirmed) == (
         best.trial_number, best.tokens_per_second, best.confirmed)
+
+
+def _choice(trials: Sequence[Trial], *, among: Sequence[int] | None) -> tuple[Choice | None, bool]:
+    """The winner, and whether it was measured without contention; where nothing was, the best guess that there is."""
+    choice = choose(trials, among=among)
+    if choice is not None:
+        return choice, True
+    return choose(_as_if_alone(trials), among=among), False
 
 
 def _as_if_alone(trials: Sequence[Trial]) -> list[Trial]:

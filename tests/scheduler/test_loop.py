@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from sqlalchemy import text
 
 from autotune.domain.errors import StoreUnavailableError
 from autotune.domain.study import Progress, StudyState, TrialState
@@ -287,6 +288,25 @@ async def test_a_bug_in_one_study_fails_it_and_leaves_the_others(database: Datab
         failed = await finished(database, first)
         assert (await finished(database, second)).state is StudyState.SUCCEEDED
     assert (failed.state, failed.error) == (StudyState.FAILED, "internal error: ZeroDivisionError: a bug")
+
+
+@in_loop
+async def test_an_unreadable_study_does_not_end_the_scheduler(database: Database) -> None:
+    launcher = FakeLauncher(count=2, hold=asyncio.Event())
+    study = submit(database, **ONE_POINT)
+    async with scheduler(database, launcher) as working:
+        await launcher.trial_started.wait()
+        submit(database, "spoilt")
+        with database._writing.begin() as connection:
+            connection.execute(text("UPDATE studies SET request = '{}' WHERE name = 'spoilt'"))
+        await asyncio.sleep(0.3)
+        launcher.hold.set()
+        assert (await finished(database, study)).state is StudyState.SUCCEEDED
+        assert not working.task.done()
+        with database.begin() as tx:
+            tx.studies._connection.execute(text("DELETE FROM studies WHERE name = 'spoilt'"))
+        last = submit(database, "last", **ONE_POINT)
+        assert (await finished(database, last)).state is StudyState.SUCCEEDED
 
 
 class UnreliableDatabase(Database):
