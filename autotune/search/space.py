@@ -163,6 +163,9 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 def _auto_values(kind: KnobKind, per_rank: int, world_size: int) -> tuple[Any, ...]:
     if kind.name == "micro_batch_size":
         return _spread(divisors(per_rank), _MAX_AUTO_MICRO_BATCHES)
+    if kind.name == "reduce_bucket_size" and world_size == 1:
+        # nothing is reduced; the update still goes bucket by bucket, which is not worth a search
+        return (TrainConfig.model_fields[kind.name].default,)
     if kind.name == "zero_stage" and world_size == 1:
         # on one device stages differ only in what they can offload: optimizer states from 1 on, parameters at 3
         return (0, 1, 3)

@@ -1,0 +1,237 @@
+"""Properties of the prediction that hold for every model and configuration, and the ZeRO paper's table."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.predict import predict
+from autotune.search.knobs import KNOBS
+from engine.config import OptimizerConfig, TrainConfig
+from engine.profile import ModelProfile
+from tests.search.support import MIB, hardware_profile, model_profile
+
+ADAMW = OptimizerConfig()
+STATES = ("parameters", "gradients", "optimizer")
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelProfile:
+    blocks = draw(st.integers(0, 48))
+    block = draw(st.integers(1, 10**7)) if blocks else 0
+    outside = draw(st.integers(1, 10**8))
+    total = blocks * block + outside
+    frozen = draw(st.integers(0, outside - 1))
+    return model_profile(parameters=total, trainable_parameters=total - frozen, block_count=blocks,
+                         block_parameters=block, largest_parameter=draw(st.integers(1, max(outside, block))),
+                         block_class="Block" if blocks else None)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> TrainConfig:
+    stage = draw(st.integers(0, 3))
+    precision = draw(st.sampled_from(["fp32", "bf16", "fp16"]))
+    sizes = st.integers(1, 10**9)
+    return TrainConfig.model_validate({
+        "zero_stage": stage, "precision": precision, "micro_batch_size": draw(st.integers(1, 64)),
+        "gradient_accumulation_steps": draw(st.integers(1, 8)),
+        "optimizer_precision": "fp32" if precision == "fp16" else draw(st.sampled_from(["fp32", "compute"])),
+        "reduce_bucket_size": draw(sizes), "allgather_bucket_size": draw(sizes), "prefetch_bucket_size": draw(sizes),
+        "overlap_comm": draw(st.booleans()), "offload_optimizer_ratio": draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
+        "offload_param": stage == 3 and draw(st.booleans()),
+        "activation_checkpointing": draw(st.sampled_from(["none", "selective", "full"]))})
+
+
+optimizers = st.sampled_from([OptimizerConfig(), OptimizerConfig(name="sgd"), OptimizerConfig(name="sgd", momentum=0.9),
+                              OptimizerConfig(name="adagrad")])
+world_sizes = st.sampled_from([1, 2, 3, 4, 7, 8, 64])
+
+
+def prediction(model: ModelProfile, config: TrainConfig, *, world_size: int = 2,
+               optimizer: OptimizerConfig = ADAMW, **hardware: Any) -> Any:
+    return predict(model, hardware_profile(world_size=world_size, **hardware), optimizer, config)
+
+
+def state_bytes(predicted: Any) -> int:
+    """Of parameters, gradients and optimizer, device and host."""
+    return sum(predicted.device_bytes[name] for name in STATES) + sum(
+        predicted.host_bytes.get(name, 0) for name in STATES)
+
+
+class TestProperties:
+    @given(models(), configs(), optimizers, world_sizes)
+    @settings(max_examples=200, deadline=None)
+    def test_terms_are_not_negative_and_sum_to_the_totals(self, model: ModelProfile, config: TrainConfig,
+                                                          optimizer: OptimizerConfig, ranks: int) -> None:
+        predicted = prediction(model, config, world_size=ranks, optimizer=optimizer)
+        assert all(size >= 0 for size in (*predicted.device_bytes.values(), *predicted.host_bytes.values()))
+        assert predicted.peak_device_bytes == sum(predicted.device_bytes.values())
+        assert predicted.peak_host_bytes == sum(predicted.host_bytes.values())
+        assert predicted.step_seconds > 0
+
+    @given(models(), configs(), optimizers, world_sizes)
+    @settings(max_examples=200, deadline=None)
+    def test_shards_of_all_ranks_are_at_least_one_full_copy(self, model: ModelProfile, config: TrainConfig,
+                                                            optimizer: OptimizerConfig, ranks: int) -> None:
+        whole = prediction(model, config.model_copy(update={"zero_stage": 0, "offload_param": False}), world_size=1,
+                           optimizer=optimizer)
+        sharded = prediction(model, config, world_size=ranks, optimizer=optimizer)
+        for name in STATES:
+            every_rank = ranks * (sharded.device_bytes[name] + sharded.host_bytes.get(name, 0))
+            # rounding of the offloaded share to whole elements, on every rank
+            assert every_rank + 16 * ranks >= whole.device_bytes[name] + whole.host_bytes.get(name, 0)
+
+    @given(models(), configs(), optimizers, world_sizes)
+    @settings(max_examples=200, deadline=None)
+    def test_a_higher_stage_never_holds_more_state(self, model: ModelProfile, config: TrainConfig,
+                                                   optimizer: OptimizerConfig, ranks: int) -> None:
+        held = [state_bytes(prediction(model, config.model_copy(update={"zero_stage": stage, "offload_param": False}),
+                                       world_size=ranks, optimizer=optimizer)) for stage in range(4)]
+        assert held == sorted(held, reverse=True)
+
+    @given(models(), configs(), optimizers, st.sampled_from([(1, 2), (2, 3), (2, 4), (7, 64)]))
+    @settings(max_examples=200, deadline=None)
+    def test_more_ranks_never_hold_more_state_each(self, model: ModelProfile, config: TrainConfig,
+                                                   optimizer: OptimizerConfig, ranks: tuple[int, int]) -> None:
+        few, many = (state_bytes(prediction(model, config, world_size=size, optimizer=optimizer)) for size in ranks)
+        assert many <= few
+
+    @given(models(), configs(), optimizers)
+    @settings(max_examples=200, deadline=None)
+    def test_on_one_rank_all_stages_are_equal(self, model: ModelProfile, config: TrainConfig,
+                                              optimizer: OptimizerConfig) -> None:
+        alike = [prediction(model, config.model_copy(update={"zero_stage": stage, "offload_param": False}),
+                            world_size=1, optimizer=optimizer) for stage in range(4)]
+        assert len({(each.peak_device_bytes, each.peak_host_bytes, each.step_seconds) for each in alike}) == 1
+
+    @given(models(), configs(), world_sizes, st.data())
+    @settings(max_examples=300, deadline=None)
+    def test_knobs_that_do_nothing_change_nothing(self, model: ModelProfile, config: TrainConfig, ranks: int,
+                                                  data: st.DataObject) -> None:
+        before = prediction(model, config, world_size=ranks)
+        for kind in KNOBS.values():
+            if kind.active(config.__dict__, ranks) or kind.name in ("offload_optimizer_ratio", "offload_param"):
+                continue
+            other = config.model_copy(update={kind.name: data.draw(st.sampled_from(kind.auto))})
+            assert prediction(model, other, world_size=ranks) == before, kind.name
+
+    @given(models(), configs(), world_sizes)
+    @settings(max_examples=200, deadline=None)
+    def test_larger_micro_batches_and_buckets_never_need_less(self, model: ModelProfile, config: TrainConfig,
+                                                              ranks: int) -> None:
+        before = prediction(model, config, world_size=ranks).peak_device_bytes
+        for name in ("micro_batch_size", "reduce_bucket_size", "prefetch_bucket_size"):
+            larger = config.model_copy(update={name: 2 * getattr(config, name), "allgather_bucket_size": 1})
+            smaller = config.model_copy(update={"allgather_bucket_size": 1})
+            assert (prediction(model, larger, world_size=ranks).peak_device_bytes
+                    >= prediction(model, smaller, world_size=ranks).peak_device_bytes), name
+        assert before > 0
+
+    @given(models(), configs(), world_sizes, st.sampled_from([0.0, 0.25, 0.5]))
+    @settings(max_examples=100, deadline=None)
+    def test_offloading_moves_optimizer_states_from_device_to_host(self, model: ModelProfile, config: TrainConfig,
+                                                                   ranks: int, ratio: float) -> None:
+        less, more = (prediction(model, config.model_copy(update={"offload_optimizer_ratio": share}),
+                                 world_size=ranks) for share in (ratio, 1.0))
+        assert more.device_bytes["optimizer"] <= less.device_bytes["optimizer"]
+        assert more.device_bytes["optimizer"] == 0
+        assert more.host_bytes["optimizer"] > less.host_bytes["optimizer"]
+
+
+class TestTable:
+    """Bytes per parameter of mixed-precision Adam (arXiv 1910.02054, figure 1): 2 + 2 + 12, K = 12."""
+
+    @pytest.mark.parametrize(("stage", "per_parameter"), [(0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
+    def test_of_the_paper(self, stage: int, per_parameter: float) -> None:
+        count = 7_500_000_000
+        model = model_profile(parameters=count, trainable_parameters=count)
+        config = TrainConfig.model_validate({"zero_stage": stage, "precision": "fp16", "micro_batch_size": 1})
+        assert state_bytes(prediction(model, config, world_size=64)) == pytest.approx(per_parameter * count, rel=1e-6)
+
+    @pytest.mark.parametrize(("config", "optimizer", "expected"), [
+        ({"precision": "fp32"}, OptimizerConfig(), 4 + 4 + 8),
+        ({"precision": "bf16"}, OptimizerConfig(), 2 + 2 + 12),
+        ({"precision": "bf16", "gradient_accumulation_steps": 2}, OptimizerConfig(), 2 + 4 + 12),
+        ({"precision": "bf16", "optimizer_precision": "compute"}, OptimizerConfig(), 2 + 2 + 4),
+        ({"precision": "fp32"}, OptimizerConfig(name="sgd"), 4 + 4),
+        ({"precision": "bf16"}, OptimizerConfig(name="sgd", momentum=0.9), 2 + 2 + 8),
+        ({"precision": "fp32", "offload_optimizer_ratio": 1.0, "zero_stage": 1}, OptimizerConfig(), 4 + 4 + 12),
+    ])
+    def test_of_precisions_and_optimizers(self, config: dict[str, Any], optimizer: OptimizerConfig,
+                                          expected: int) -> None:
+        model = model_profile(parameters=1000, trainable_parameters=1000)
+        predicted = prediction(model, TrainConfig.model_validate(config), world_size=1, optimizer=optimizer)
+        assert state_bytes(predicted) == expected * 1000
+
+    def test_frozen_parameters_need_neither_gradients_nor_states(self) -> None:
+        model = model_profile(parameters=1000, trainable_parameters=100)
+        predicted = prediction(model, TrainConfig.model_validate({}), world_size=1)
+        assert [predicted.device_bytes[name] for name in STATES] == [4000, 400, 800]
+
+
+def test_activations_grow_with_the_micro_batch_by_what_was_measured() -> None:
+    one, four = (prediction(model_profile(), TrainConfig.model_validate({"micro_batch_size": size}))
+                 for size in (1, 4))
+    assert one.device_bytes["activations"] == 10 * MIB
+    assert four.device_bytes["activations"] == 40 * MIB
+    assert four.device_bytes["workspace"] == 4 * MIB
+
+
+def test_for_a_small_model_with_large_buckets_stage_0_needs_least() -> None:
+    """Communication buffers can cost more than sharding saves."""
+    model = model_profile()
+    config = {"micro_batch_size": 1, "reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
+    peaks = [prediction(model, TrainConfig.model_validate({**config, "zero_stage": stage}),
+                        optimizer=OptimizerConfig(name="sgd")).peak_device_bytes for stage in (0, 2)]
+    assert peaks[0] < peaks[1]
+
+
+def test_buckets_are_never_larger_than_the_model() -> None:
+    model = model_profile()
+    small, large = (prediction(model, TrainConfig.model_validate({"zero_stage": 2, "reduce_bucket_size": size}))
+                    for size in (model.parameters, 10**12))
+    assert small == large
+
+
+class TestTime:
+    def test_one_rank_spends_none_on_communication(self) -> None:
+        config = TrainConfig.model_validate({"micro_batch_size": 8})
+        model = model_profile(flops_per_sample=1e9, parameter_tensors=0)
+        hardware = {"matmul_flops_per_second": {"fp32": 8e9}, "copy_bytes_per_second": 1e18}
+        assert prediction(model, config, world_size=1, **hardware).step_seconds == pytest.approx(1.0)
+
+    def test_full_checkpointing_repeats_the_forward_pass(self) -> None:
+        model = model_profile(parameter_tensors=0)
+        none, full = (prediction(model, TrainConfig.model_validate({"activation_checkpointing": choice}), world_size=1,
+                                 copy_bytes_per_second=1e18).step_seconds for choice in ("none", "full"))
+        assert full / none == pytest.approx(4 / 3)
+
+    def test_stage_2_communicates_per_micro_batch_and_stage_1_per_step(self) -> None:
+        def seconds(stage: int, steps: int) -> float:
+            config = TrainConfig.model_validate({
+                "zero_stage": stage, "micro_batch_size": 8 // steps, "precision": "bf16", "overlap_comm": False,
+                "gradient_accumulation_steps": steps})
+            value = prediction(model_profile(parameter_tensors=0), config).step_seconds
+            assert isinstance(value, float)
+            return value
+
+        assert seconds(1, 8) == pytest.approx(seconds(1, 1))
+        assert seconds(2, 8) > 1.05 * seconds(2, 1)
+
+    def test_a_precision_without_a_measured_rate_has_no_time(self) -> None:
+        assert prediction(model_profile(), TrainConfig.model_validate({"precision": "bf16"}),
+                          matmul_flops_per_second={"fp32": 1e9}).step_seconds is None
+
+
+def test_an_unprobed_choice_is_an_error() -> None:
+    with pytest.raises(KeyError, match="no activation profile for checkpointing none, precision fp32"):
+        prediction(model_profile(activations=()), TrainConfig.model_validate({}))
+
+
+def test_neither_prediction_nor_search_loads_torch() -> None:
+    code = ("import autotune.predict, autotune.search.suggest, autotune.search.choose, autotune.export, sys; "
+            "sys.exit('torch' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
