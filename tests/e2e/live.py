@@ -19,8 +19,10 @@ START_SECONDS = 60.0
 STOP_SECONDS = 30.0
 FINAL = ("succeeded", "failed", "cancelled")
 
-SMALL_GPT = {"kind": "gpt", "layers": 2, "hidden": 64, "heads": 2, "vocab": 256, "sequence_length": 32}
+SMALL_GPT: dict[str, Any] = {"kind": "gpt", "layers": 2, "hidden": 64, "heads": 2, "vocab": 256, "sequence_length": 32}
 QUICK = {"max_warmup_steps": 3, "min_steps": 3, "max_steps": 6, "target_relative_interval": 0.2}
+SMALL_BUCKETS = {"reduce_bucket_size": [8192], "allgather_bucket_size": [8192], "prefetch_bucket_size": [8192]}
+"""Smaller than the model, as they are in earnest."""
 
 
 def free_port() -> int:
@@ -35,7 +37,7 @@ def study_request(**changes: Any) -> dict[str, Any]:
             "training": {"global_batch_size": 8, "optimizer": {"name": "adamw", "lr": 1e-3}},
             "hardware": {"device": "cpu", "devices": 2},
             "search": {"sampler": "grid", "policy": QUICK,
-                       "space": {"zero_stage": [0, 1, 2, 3], "micro_batch_size": [2, 4]}},
+                       "space": {"zero_stage": [0, 1, 2, 3], "micro_batch_size": [2, 4], **SMALL_BUCKETS}},
             "budget": {"max_trials": 20, "max_seconds": 300}, **changes}
 
 
@@ -168,7 +170,7 @@ def wait_for(condition: Callable[[], bool], seconds: float, explain: Callable[[]
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {explain()}"
-        time.sleep(0.05)
+        time.sleep(0.2)  # often enough, and too seldom to disturb what is measured on the same cores
 
 
 @contextmanager

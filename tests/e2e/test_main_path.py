@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.live import LiveService, live_service, study_request
+from tests.e2e.live import SMALL_BUCKETS, SMALL_GPT, LiveService, live_service, study_request
 
 ROOT = Path(__file__).parents[2]
 GLOBAL_BATCH = 8
@@ -27,8 +27,22 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
 
 @pytest.fixture(scope="module")
 def study(service: LiveService) -> dict[str, Any]:
-    """One finished study: stages 0 to 3 by two micro-batches, every point of it tried."""
-    return service.wait_for_end(service.submit(study_request()))
+    """One finished study: stages 0 to 3 by two micro-batches, every point of it tried.
+
+    Where other processes used the devices throughout, nothing can be confirmed: then it is tried again, twice.
+    """
+    for _ in range(3):
+        ended = service.wait_for_end(service.submit(study_request()))
+        if ended["best"] is None or ended["best"]["confirmed"]:
+            break
+    return ended
+
+
+def require_quiet_devices(study: dict[str, Any], trials: list[dict[str, Any]]) -> None:
+    """Skip where the machine was so busy that no finalist could be measured again undisturbed."""
+    repeats = [each for trial in trials for each in trial["repeats"]]
+    if not study["best"]["confirmed"] and repeats and all(each["contended"] for each in repeats):
+        pytest.skip("other processes used the devices during every repeat: there is no confirmed winner to look at")
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +80,10 @@ def test_every_configuration_learns_the_same(trials: list[dict[str, Any]]) -> No
 
 def test_stages_really_shard(trials: list[dict[str, Any]]) -> None:
     held = {trial["config"]["zero_stage"]: trial["measurement"]["state_bytes"] for trial in trials}
-    assert held[1]["optimizer"] < 0.6 * held[0]["optimizer"]
-    assert held[2]["gradients"] < 0.6 * held[0]["gradients"]
-    assert held[3]["parameters"] < 0.6 * held[0]["parameters"]
+    two_buckets = 2 * 4 * max(SMALL_BUCKETS["reduce_bucket_size"][0], SMALL_GPT["vocab"] * SMALL_GPT["hidden"])
+    for stage, kind in ((1, "optimizer"), (2, "gradients"), (3, "parameters")):
+        whole = held[0][kind]
+        assert whole / RANKS <= held[stage][kind] <= 1.02 * whole / RANKS + two_buckets < 0.8 * whole, (stage, kind)
 
 
 def rate(trial: dict[str, Any]) -> float:
@@ -81,6 +96,7 @@ def rate(trial: dict[str, Any]) -> float:
 
 def test_the_winner_is_the_fastest_confirmed_trial(
         service: LiveService, study: dict[str, Any], trials: list[dict[str, Any]]) -> None:
+    require_quiet_devices(study, trials)
     best = service.get(f"/api/v1/studies/{study['id']}/best")
     confirmed = {trial["number"]: trial for trial in trials
                  if any(not each["contended"] for each in trial["repeats"])}
@@ -98,7 +114,9 @@ def test_the_winner_is_the_fastest_confirmed_trial(
     assert low <= best["tokens_per_second"] <= high
 
 
-def test_the_best_configuration_is_stored_for_the_model(service: LiveService, study: dict[str, Any]) -> None:
+def test_the_best_configuration_is_stored_for_the_model(
+        service: LiveService, study: dict[str, Any], trials: list[dict[str, Any]]) -> None:
+    require_quiet_devices(study, trials)
     stored = service.get("/api/v1/models/gpt-e2e/best")["items"]
     assert [each["study_id"] for each in stored] == [study["id"]]
 
