@@ -57,18 +57,21 @@ def compute_dtypes(model: nn.Module, compute: torch.dtype) -> dict[nn.Parameter,
 
 def place_rest(model: nn.Module, managed: Iterable[ManagedParameter], *, device: torch.device,
                compute: torch.dtype) -> None:
-    """Move what no bucket holds to the device: buffers, and parameters that are not floating-point.
-
-    Floating-point buffers are converted to the compute dtype, except running statistics and rotary frequencies.
-    """
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            keeps = not buffer.is_floating_point() or _keeps_statistics(module) or name in KEPT_BUFFERS
-            module._buffers[name] = buffer.to(device, buffer.dtype if keeps else compute)
+    """Move what no bucket holds to the device: buffers, and parameters that are not floating-point."""
+    place_buffers(model, device=device, compute=compute)
     laid_out = {member.parameter for member in managed}
     for parameter in model.parameters():
         if parameter not in laid_out:
             parameter.data = parameter.data.to(device).contiguous()
+
+
+def place_buffers(model: nn.Module, *, device: torch.device, compute: torch.dtype) -> None:
+    """Move buffers to the device; floating-point ones become the compute dtype, except running statistics and rotary
+    frequencies."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            keeps = not buffer.is_floating_point() or _keeps_statistics(module) or name in KEPT_BUFFERS
+            module._buffers[name] = buffer.to(device, buffer.dtype if keeps else compute)
 
 
 def rest_of(model: nn.Module, managed: Iterable[ManagedParameter]) -> list[Tensor]:
