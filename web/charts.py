@@ -1,7 +1,8 @@
 """Charts as Plotly figures: pure functions from domain values to JSON-ready dicts.
 
 Colours are named, not fixed: a string ``var(--name)`` stands for the style sheet's variable, which the page puts in
-when it draws, so that a figure follows the light or dark theme. Texts that came from users are escaped: Plotly reads
+when it draws, so that a figure follows the light or dark theme. The page draws the
+legend too, from the traces. Texts that came from users are escaped: Plotly reads
 a subset of HTML in them.
 """
 
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from autotune.domain.study import Trial
+from autotune.domain.throughput import Throughput, shown_throughput
 from engine.report import Outcome
 from web import format as fmt
-from web.throughput import Throughput, fastest, peak_device_bytes, throughput
+from web.measured import fastest, peak_device_bytes
 from web.words import trial_cue
 
 Figure = dict[str, Any]
@@ -24,7 +26,7 @@ _NO_RESULT_NAMES = {"memory": "out of memory", "bad": "failed", "muted": "stoppe
 
 def history(trials: Sequence[Trial]) -> Figure:
     """Tokens per second by trial, the best so far as a line, the baseline dashed; failures marked on the axis."""
-    rated = [(trial, rate) for trial in trials if (rate := throughput(trial)) is not None]
+    rated = [(trial, rate) for trial in trials if (rate := shown_throughput(trial)) is not None]
     data: list[Figure] = []
     if rated:
         data += [_best_so_far(rated, last=max(trial.number for trial in trials)), _rated_points(rated)]
@@ -38,21 +40,25 @@ def history(trials: Sequence[Trial]) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def throughput_against_memory(trials: Sequence[Trial], *, limit_bytes: int | None) -> Figure:
+def throughput_against_memory(trials: Sequence[Trial], *, limit_bytes: int | None,
+                              best_number: int | None = None) -> Figure:
     """Tokens per second over peak device memory, one symbol per ZeRO stage; the memory limit as a line.
 
     A trial without a measurement stands on the axis, at its predicted peak.
+
+    Args:
+        best_number: the trial to ring; the fastest one where not given.
     """
     peaks = {trial.number: peak for trial in trials if (peak := _peak_or_prediction(trial)) is not None}
     scale, unit = fmt.byte_unit(max([*peaks.values(), limit_bytes or 0], default=0))
-    best = fastest(tuple(trials))
+    best = next((trial for trial in trials if trial.number == best_number), None) or fastest(tuple(trials))
     data: list[Figure] = []
     for stage in range(4):
         points = [(trial, rate) for trial in trials if trial.config.zero_stage == stage
-                  and trial.number in peaks and (rate := throughput(trial)) is not None]
+                  and trial.number in peaks and (rate := shown_throughput(trial)) is not None]
         if points:
             data.append(_stage_points(points, stage, [peaks[trial.number] / scale for trial, _ in points]))
-    if best is not None and best.number in peaks:
+    if best is not None and best.number in peaks and shown_throughput(best) is not None:
         data.append(_ring(peaks[best.number] / scale, best))
     data += _no_results([trial for trial in trials if _ended_badly(trial) and trial.number in peaks],
                         x=lambda trial: peaks[trial.number] / scale, y=lambda _: 0)
@@ -73,9 +79,10 @@ def step_times(trial: Trial) -> Figure:
         warm = len(run.warmup_seconds)
         if warm:
             data.append(_points(range(warm), [1e3 * value for value in run.warmup_seconds], f"warm-up, {name}",
-                                marker={"color": colour, "symbol": "circle-open", "size": 7}))
+                                marker={"color": colour, "symbol": "circle-open", "size": 7})
+                        | {"legendgroup": name, "showlegend": False})
         data.append(_points(range(warm, warm + len(run.step_seconds)), [1e3 * value for value in run.step_seconds],
-                            name, marker={"color": colour, "size": 7}))
+                            name, marker={"color": colour, "size": 7}) | {"legendgroup": name})
     for entry in data:
         entry["hovertemplate"] = "step %{x}: %{y:.4g} ms<extra>%{fullData.name}</extra>"
     samples = trial.step_samples
@@ -94,7 +101,7 @@ def losses(trial: Trial) -> Figure:
                      "y": list(run.losses), "connectgaps": False,
                      "line": {"color": f"var(--series-{index % 4})", "width": 1.5}, "marker": {"size": 5},
                      "hovertemplate": "step %{x}: loss %{y:.6g}<extra>%{fullData.name}</extra>"})
-    return {"data": data, "layout": _layout("optimizer step of the run", "loss (mean over the global batch)")}
+    return {"data": data, "layout": _layout("optimizer step of the run", "loss")}
 
 
 def _best_so_far(rated: Sequence[tuple[Trial, Throughput]], *, last: int) -> Figure:
@@ -112,15 +119,12 @@ def _best_so_far(rated: Sequence[tuple[Trial, Throughput]], *, last: int) -> Fig
 
 
 def _rated_points(rated: Sequence[tuple[Trial, Throughput]]) -> Figure:
-    ends = [rate.interval or (rate.tokens_per_second, rate.tokens_per_second) for _, rate in rated]
     points = _points([trial.number for trial, _ in rated], [rate.tokens_per_second for _, rate in rated], "measured",
                      marker={"color": "var(--good)", "size": 9, "line": {"color": "var(--surface)", "width": 1}})
     return points | {
         "error_y": {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3, "color": "var(--good)",
-                    "array": [max(0.0, high - rate.tokens_per_second)
-                              for (_, rate), (_, high) in zip(rated, ends, strict=True)],
-                    "arrayminus": [max(0.0, rate.tokens_per_second - low)
-                                   for (_, rate), (low, _) in zip(rated, ends, strict=True)]},
+                    "array": [max(0.0, rate.interval[1] - rate.tokens_per_second) for _, rate in rated],
+                    "arrayminus": [max(0.0, rate.tokens_per_second - rate.interval[0]) for _, rate in rated]},
         "text": [_hover(trial) for trial, _ in rated], "hovertemplate": "%{text}<extra></extra>",
         "customdata": [trial.number for trial, _ in rated]}
 
@@ -133,9 +137,9 @@ def _stage_points(points: Sequence[tuple[Trial, Throughput]], stage: int, peaks:
 
 
 def _ring(peak: float, best: Trial) -> Figure:
-    rate = throughput(best)
+    rate = shown_throughput(best)
     assert rate is not None
-    return _points([peak], [rate.tokens_per_second], "fastest",
+    return _points([peak], [rate.tokens_per_second], "best",
                    marker={"color": "var(--text)", "symbol": "circle-open", "size": 19, "line": {"width": 2}}) | {
         "hoverinfo": "skip"}
 
@@ -166,7 +170,7 @@ def _peak_or_prediction(trial: Trial) -> int | None:
 
 def _hover(trial: Trial) -> str:
     """Escaped lines about one trial."""
-    config, rate, peak = trial.config, throughput(trial), peak_device_bytes(trial)
+    config, rate, peak = trial.config, shown_throughput(trial), peak_device_bytes(trial)
     lines = [f"trial {trial.number} · {trial_cue(trial).label}"]
     if rate is not None:
         lines.append(f"{fmt.rate(rate.tokens_per_second)} · {fmt.seconds(rate.step_seconds)} per step")
@@ -202,13 +206,13 @@ def _layout(x_title: str, y_title: str, *, shapes: Sequence[Figure] = (),
     axis = {"gridcolor": "var(--line)", "zerolinecolor": "var(--line-strong)", "linecolor": "var(--line-strong)",
             "tickcolor": "var(--line-strong)", "automargin": True, "tickfont": {"size": 11}}
     return {
-        "xaxis": axis | {"title": {"text": x_title, "font": {"size": 12}, "standoff": 8}, "showgrid": False},
+        "xaxis": axis | {"title": {"text": x_title, "font": {"size": 12}, "standoff": 8}, "showgrid": False,
+                         "zeroline": False},
         "yaxis": axis | {"title": {"text": y_title, "font": {"size": 12}, "standoff": 8}, "tickformat": ",~r"},
         "shapes": list(shapes), "annotations": list(annotations),
         "font": {"family": "var(--font)", "color": "var(--text-soft)", "size": 12},
         "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8}, "hovermode": "closest", "dragmode": False,
+        "margin": {"l": 8, "r": 12, "t": 8, "b": 8, "autoexpand": True}, "hovermode": "closest", "dragmode": False,
         "hoverlabel": {"bgcolor": "var(--surface-raised)", "bordercolor": "var(--line-strong)", "align": "left",
                        "font": {"color": "var(--text)", "size": 12}},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 12}},
-        "showlegend": True}
+        "showlegend": False}

@@ -7,9 +7,10 @@ from typing import Any
 
 from autotune.domain.prediction import Prediction
 from autotune.domain.study import BestConfig, PlanSummary, Study, StudyPhase, StudyState, Trial
+from autotune.domain.throughput import Throughput, shown_throughput
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome
-from web.throughput import Throughput, fastest, peak_device_bytes, peak_host_bytes, throughput
+from web.measured import fastest, peak_device_bytes, peak_host_bytes
 from web.trials_view import KNOBS
 from web.words import OUTCOMES, PHASES, ROLES, Cue, describe_model, study_cue, trial_cue
 
@@ -83,7 +84,9 @@ class BestView:
 
     trial_number: int
     standing: str
-    rate: Throughput
+    tokens_per_second: float
+    interval: tuple[float, float]
+    step_seconds: float
     peak_device_bytes: int
     peak_host_bytes: int
     baseline_number: int | None
@@ -136,6 +139,10 @@ class StudyPage:
     def live(self) -> bool:
         """Whether anything can still change."""
         return not self.study.state.is_final
+
+    @property
+    def phase_meaning(self) -> str:
+        return PHASES[self.study.phase][1] if self.study.phase else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +226,9 @@ def study_page(study: Study, trials: Sequence[Trial], *, plan: PlanView | None =
 
 def trial_page(study: Study, trial: Trial, trials: Sequence[Trial]) -> TrialPage:
     """The page of one trial, compared with trial 0 of its study."""
-    rate = throughput(trial)
+    rate = shown_throughput(trial)
     baseline = next((other for other in trials if other.number == 0), None)
-    baseline_rate = throughput(baseline) if baseline else None
+    baseline_rate = shown_throughput(baseline) if baseline else None
     numbers = [other.number for other in trials]
     last_run = trial.measurements[-1] if trial.measurements else None
     return TrialPage(
@@ -295,13 +302,14 @@ def best_view(study: Study, trials: Sequence[Trial]) -> BestView | None:
     best = fastest(tuple(trials))
     if best is None:
         return None
-    rate, peak = throughput(best), peak_device_bytes(best)
+    rate, peak = shown_throughput(best), peak_device_bytes(best)
     assert rate is not None
     assert peak is not None
     baseline = next((trial for trial in trials if trial.number == 0), None)
-    baseline_rate = throughput(baseline) if baseline else None
+    baseline_rate = shown_throughput(baseline) if baseline else None
     return BestView(
-        trial_number=best.number, standing="not confirmed" if study.state.is_final else "so far", rate=rate,
+        trial_number=best.number, standing="not confirmed" if study.state.is_final else "so far",
+        tokens_per_second=rate.tokens_per_second, interval=rate.interval, step_seconds=rate.step_seconds,
         peak_device_bytes=peak, peak_host_bytes=peak_host_bytes(best) or 0,
         baseline_number=baseline.number if baseline else None,
         baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate else None,
@@ -318,7 +326,7 @@ def config_diff(baseline: TrainConfig, best: TrainConfig) -> tuple[DiffRow, ...]
 
 def compare(trial: Trial) -> tuple[Compared, ...]:
     """Prediction beside measurement, where there is a prediction."""
-    prediction, rate = trial.prediction, throughput(trial)
+    prediction, rate = trial.prediction, shown_throughput(trial)
     if prediction is None:
         return ()
     return (Compared(label="Peak device memory", unit="bytes", predicted=prediction.peak_device_bytes,
@@ -363,11 +371,11 @@ def _segments(values: dict[str, Any], *, scale: float) -> tuple[Segment, ...]:
 def _stored_best(study: Study, best: BestConfig, trials: Sequence[Trial]) -> BestView:
     standing = "confirmed" if best.confirmed else "not confirmed" if study.state.is_final else "so far"
     baseline = next((trial for trial in trials if trial.number == best.baseline_trial_number), None)
-    rate = Throughput(tokens_per_second=best.tokens_per_second, interval=best.tokens_per_second_interval,
-                      step_seconds=best.step_seconds)
     return BestView(
-        trial_number=best.trial_number, standing=standing, rate=rate, peak_device_bytes=best.peak_device_bytes,
-        peak_host_bytes=best.peak_host_bytes, baseline_number=best.baseline_trial_number,
+        trial_number=best.trial_number, standing=standing, tokens_per_second=best.tokens_per_second,
+        interval=best.tokens_per_second_interval, step_seconds=best.step_seconds,
+        peak_device_bytes=best.peak_device_bytes, peak_host_bytes=best.peak_host_bytes,
+        baseline_number=best.baseline_trial_number,
         baseline_tokens_per_second=best.baseline_tokens_per_second,
         baseline_peak_device_bytes=best.baseline_peak_device_bytes, speedup=best.speedup,
         speedup_interval=best.speedup_interval, tie_with=best.tie_with,

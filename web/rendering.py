@@ -5,15 +5,22 @@ from typing import Any
 from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from web import format as fmt
 from web.assets import PLOTLY, plotly_style_ids, static_url
 
+
+def _breakable(name: str) -> Markup:
+    """A knob's name that may be broken after its underscores."""
+    return Markup("_<wbr>").join(name.split("_"))
+
+
 _FILTERS: dict[str, Callable[..., str]] = {
     "significant": fmt.significant, "number_bytes": fmt.number_bytes, "rate": fmt.rate, "seconds": fmt.seconds,
     "duration": fmt.duration, "count": fmt.count, "flops": fmt.flops, "factor": fmt.factor, "percent": fmt.percent,
-    "change": fmt.change, "knob": fmt.knob, "utc": fmt.utc, "ago": fmt.ago,
+    "breakable": _breakable, "change": fmt.change, "knob": fmt.knob, "utc": fmt.utc, "ago": fmt.ago,
 }
 
 

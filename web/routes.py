@@ -195,8 +195,9 @@ def history_chart(study_id: StudyId, services: ServicesDep) -> Response:
 @router.get("/studies/{study_id}/charts/memory")
 def memory_chart(study_id: StudyId, services: ServicesDep) -> Response:
     study = services.queries.study(study_id)
-    return JSONResponse(charts.throughput_against_memory(services.queries.trials(study_id),
-                                                         limit_bytes=memory_limit(study)))
+    return JSONResponse(charts.throughput_against_memory(
+        services.queries.trials(study_id), limit_bytes=memory_limit(study),
+        best_number=study.best.trial_number if study.best else None))
 
 
 @router.get("/studies/{study_id}/export/{format}")

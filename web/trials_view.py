@@ -7,9 +7,10 @@ from typing import Any, Self
 from urllib.parse import urlencode
 
 from autotune.domain.study import Trial, TrialState
+from autotune.domain.throughput import Throughput, shown_throughput
 from engine.config import TrainConfig
 from engine.report import Outcome
-from web.throughput import Throughput, fastest, peak_device_bytes, peak_host_bytes, throughput
+from web.measured import fastest, peak_device_bytes, peak_host_bytes
 from web.words import OUTCOMES, ROLES, Cue, trial_cue
 
 KNOBS: tuple[str, ...] = tuple(TrainConfig.model_fields)
@@ -112,6 +113,11 @@ class TrialsTable:
     filters: tuple[tuple[str, str, int], ...]
     total: int
 
+    @property
+    def any_host_bytes(self) -> bool:
+        """Whether any trial kept anything on the host: else that column says nothing."""
+        return any(row.peak_host_bytes for row in self.rows)
+
 
 def trials_table(trials: Sequence[Trial], view: TableView, *, best_number: int | None = None) -> TrialsTable:
     """Filter, sort and choose the columns.
@@ -122,7 +128,7 @@ def trials_table(trials: Sequence[Trial], view: TableView, *, best_number: int |
     if best_number is None:
         best = fastest(tuple(trials))
         best_number = best.number if best else None
-    baseline = next((throughput(trial) for trial in trials if trial.number == 0), None)
+    baseline = next((shown_throughput(trial) for trial in trials if trial.number == 0), None)
     rows = [_row(trial, baseline, is_best=trial.number == best_number) for trial in trials
             if view.outcome in (None, _outcome(trial))]
     knobs = KNOBS if view.all_knobs else differing_knobs([trial.config for trial in trials])
@@ -144,7 +150,7 @@ def _outcome(trial: Trial) -> str:
 
 
 def _row(trial: Trial, baseline: Throughput | None, *, is_best: bool) -> TrialRow:
-    rate = throughput(trial)
+    rate = shown_throughput(trial)
     gain = rate.tokens_per_second / baseline.tokens_per_second if rate and baseline else None
     return TrialRow(
         number=trial.number, role=ROLES[trial.role], cue=trial_cue(trial), running=trial.state is TrialState.RUNNING,

@@ -17,14 +17,17 @@
     }, wait);
   }
 
+  // What is being measured right now: on the study's page of any trial, on a trial's page of that one.
   function showProgress(text) {
     const target = document.getElementById("current-step");
-    if (!target) return;
     const progress = JSON.parse(text).data;
-    if (progress.step === undefined) return;
-    const time = progress.step_seconds ? ` · ${formatMilliseconds(progress.step_seconds * 1000)} per step` : "";
+    if (!target || progress.step === undefined) return;
+    if (target.dataset.trial !== undefined && Number(target.dataset.trial) !== progress.number) return;
+    const what = { setup: "setting up", warmup: "warming up" }[progress.phase] || "measuring";
     const step = progress.phase === "setup" ? "" : ` · step ${progress.step}`;
-    target.textContent = `${progress.phase === "warmup" ? "warming up" : progress.phase}${step}${time}`;
+    const time = progress.step_seconds ? ` · ${formatMilliseconds(progress.step_seconds * 1000)}` : "";
+    const trial = target.dataset.trial === undefined && progress.number !== undefined ? `trial ${progress.number}: ` : "";
+    target.textContent = `${trial}${what}${step}${time}`;
   }
 
   function formatMilliseconds(value) {
