@@ -184,7 +184,7 @@ def run(options: argparse.Namespace) -> int:
         print_result(client.best(study.id), trials)
         console.print("exports:")
         write_exports(client, study.id, data_dir / "exports" / study.id)
-        console.print(f"dashboard: {url}/login?token={token}", highlight=False, soft_wrap=True)
+        console.print(f"dashboard: {url}/login#token={token}", highlight=False, soft_wrap=True)
         if not options.exit:
             console.print("serving until Ctrl-C")
             return process.wait()

@@ -206,7 +206,7 @@ def _announce(settings: "Settings", token: str | None, *, json: bool) -> None:
     if own and token is not None and len(token) < _OWN_TOKEN_WARNING:
         typer.echo(f"warning: AUTOTUNE_TOKEN is short: use at least {_OWN_TOKEN_WARNING} random characters", err=True)
     shown = None if own else token
-    link = f"{settings.base_url}/login" + (f"?token={shown}" if shown else "")
+    link = f"{settings.base_url}/login" + (f"#token={shown}" if shown else "")
     if json:
         print_json({"url": settings.base_url, "token": shown, "login_url": link, "data_dir": str(settings.data_dir)})
         return
