@@ -103,7 +103,8 @@ class FakeGroup:
 
     async def run(self, request: WorkerRequest, *, deadline_seconds: float,
                   on_progress: Callable[[TrialProgress], None] = ignore_progress) -> Report:
-        assert self.healthy
+        if not self.healthy:
+            raise LaunchError("the worker group is not healthy: close it and start another")
         run = Run(request, self._devices, self._number, time.monotonic())
         self._launcher.runs.append(run)
         try:
