@@ -50,7 +50,7 @@ class Scheduler:
         self._policy = policy or SchedulerPolicy()
         self._helper = HelperSuggester()
         self._suggester = suggester or self._helper
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], Claim] = {}
         self._reported_at: float | None = None
         self._trouble = False
 
@@ -61,8 +61,8 @@ class Scheduler:
                 claim = await self._next_claim()
                 if claim is not None:
                     task = asyncio.create_task(self._run_claimed(claim, stop))
-                    self._running.add(task)
-                    task.add_done_callback(self._running.discard)
+                    self._running[task] = claim
+                    task.add_done_callback(self._running.pop)
                     continue
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._policy.report if self._trouble else self._policy.poll):
@@ -70,7 +70,7 @@ class Scheduler:
         finally:
             stop.set()
             while self._running:
-                await asyncio.wait(set(self._running))
+                await asyncio.wait(self._running)
             await self._helper.close()
 
     # Claiming
@@ -82,7 +82,8 @@ class Scheduler:
             if self._reported_at is None or now - self._reported_at >= self._policy.report:
                 await in_thread(self._report_host)
                 self._reported_at = now
-            claim = await in_thread(self._claim)
+            claims = tuple(self._running.values())
+            claim = await in_thread(lambda: self._claim(claims))
             self._trouble = False
             return claim
         except StoreUnavailableError as error:
@@ -106,23 +107,30 @@ class Scheduler:
                     tx.studies.expire_lease(lease.study_id, lease.epoch)
                     tx.leases.release(lease.study_id, lease.epoch)
 
-    def _claim(self) -> Claim | None:
-        """The next study together with its devices, or neither."""
+    def _claim(self, running: Sequence[Claim]) -> Claim | None:
+        """The next study together with its devices, or neither.
+
+        What this process is still running is not claimed a second time, should its leases have expired because the
+        machine was suspended: renewing them, or stopping, is up to `keep_lease`.
+        """
         devices = self._launcher.devices()
+        mine = {device for claim in running for device in claim.devices}
         try:
             with self._database.begin() as tx:
-                held = {lease.device for lease in tx.leases.live()}
+                held = mine | {lease.device for lease in tx.leases.live()}
                 free = [device for device in devices if device not in held]
                 study = tx.studies.claim(
                     str(self._owner), lease_seconds=self._policy.lease, max_devices=len(free),
                     total_devices=len(devices), device_type=self._launcher.device_type)
                 if study is None:
                     return None
+                if any(study.id == claim.study.id for claim in running):
+                    raise _NotFreeError
                 chosen = tuple(free[: study.request.hardware.devices])
                 if not tx.leases.acquire(chosen, study_id=study.id, epoch=study.lease_epoch,
                                          seconds=self._policy.lease):
-                    raise _DevicesTakenError
-        except _DevicesTakenError:  # by another scheduler of this host, since we looked; nothing was written
+                    raise _NotFreeError
+        except _NotFreeError:  # nothing was written
             return None
         _log.info("study %s: claimed with %d devices", study.id, len(chosen))
         return Claim(study, chosen)
@@ -178,8 +186,8 @@ class Scheduler:
         return lambda tx, study: _settle_ended(tx, study, verdict)
 
 
-class _DevicesTakenError(Exception):
-    """The devices seen free were not any more."""
+class _NotFreeError(Exception):
+    """The study is still being run here, or another scheduler of this host took the devices since we looked."""
 
 
 def _settle_ended(tx: Transaction, study: Study, verdict: Verdict) -> None:

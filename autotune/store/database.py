@@ -9,7 +9,8 @@ from sqlite3 import OperationalError as SqliteOperationalError
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from autotune.domain.errors import StoreUnavailableError
 from autotune.domain.page import Page
@@ -114,9 +115,10 @@ class Database:
     def _reachable(self) -> Iterator[None]:
         try:
             yield
-        except OperationalError as error:
+        except (OperationalError, InterfaceError, PoolTimeoutError) as error:
+            cause = error.orig if isinstance(error, DBAPIError) else error
             raise StoreUnavailableError(
-                f"cannot use the database {self._url.render_as_string(hide_password=True)}: {error.orig}") from error
+                f"cannot use the database {self._url.render_as_string(hide_password=True)}: {cause}") from error
 
 
 def _checked(text: str) -> URL:

@@ -261,6 +261,51 @@ async def test_studies_of_processes_that_may_live_are_left_alone(database: Datab
 
 
 @in_loop
+async def test_a_study_of_another_host_is_taken_when_its_lease_has_expired(database: Database) -> None:
+    study = submit(database, **ONE_POINT)
+    claim_as(database, "elsewhere", seconds=1.0)
+    async with scheduler(database, FakeLauncher(count=1)):
+        ended = await finished(database, study)
+    assert (ended.state, ended.lease_epoch) == (StudyState.SUCCEEDED, 2)
+    assert ended.finished_at is not None
+    assert ended.started_at is not None
+    assert (ended.finished_at - ended.started_at).total_seconds() > 1.0
+
+
+@in_loop
+async def test_a_wish_to_cancel_outlives_the_scheduler_it_was_meant_for(database: Database) -> None:
+    study = submit(database, **THREE_POINTS)
+    claim_as(database, str(DEAD_OWNER))
+    with database.begin() as tx:
+        assert tx.studies.request_cancel(study.id).state is StudyState.RUNNING
+    async with scheduler(database, FakeLauncher(count=1, hold=asyncio.Event())):
+        await until_state(database, study, StudyState.CANCELLED)
+
+
+@in_loop
+async def test_leases_that_expired_while_the_machine_slept_are_renewed_not_claimed_twice(database: Database) -> None:
+    launcher = FakeLauncher(count=1, hold=asyncio.Event())
+    study, waiting = submit(database, **ONE_POINT), submit(database, "waiting", **ONE_POINT)
+    async with scheduler(database, launcher, policy=QUICK.model_copy(update={"renew": 1.0})):
+        await launcher.trial_started.wait()
+        with database.begin() as tx:
+            tx.studies.expire_lease(study.id, 1)
+            tx.leases.renew(study.id, 1, seconds=-1)
+        await until(lambda: bool(leases(database)))
+        assert study_of(database, study).lease_epoch == 1
+        assert study_of(database, waiting).state is StudyState.QUEUED
+        launcher.hold.set()
+        for each in (study, waiting):
+            assert (await finished(database, each)).state is StudyState.SUCCEEDED
+    assert not launcher.shared_device
+
+
+def leases(database: Database) -> list[str]:
+    with database.read() as tx:
+        return [lease.study_id for lease in tx.leases.live()]
+
+
+@in_loop
 async def test_time_spent_before_a_restart_counts_towards_the_budget(database: Database) -> None:
     study = submit(database, **THREE_POINTS, budget={"max_trials": 20, "max_seconds": 100})
     claim_as(database, str(DEAD_OWNER))
