@@ -167,16 +167,16 @@ def adopt(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> None:
             tensors[piece.group].append(piece.tensor)
             whole = states.get(piece.managed.parameter)
             if whole is not None:
-                optimizer.state[piece.tensor] = {key: _sliced(value, piece) for key, value in whole.items()}
+                optimizer.state[piece.tensor] = {key: _sliced(key, value, piece) for key, value in whole.items()}
     for group, members in zip(optimizer.param_groups, tensors, strict=True):
         group["params"] = members
 
 
-def _sliced(value: Any, piece: Slice) -> Any:
-    """A whole parameter's state for one slice of it; scalars are copied."""
+def _sliced(key: str, value: Any, piece: Slice) -> Any:
+    """A whole parameter's state for one slice of it; scalars are copied, as is the step of a zero-dimensional one."""
     if not isinstance(value, Tensor):
         return value
-    if value.shape == piece.managed.parameter.shape and value.dim() > 0:
+    if value.shape == piece.managed.parameter.shape and (value.dim() or key != "step"):
         elements = value.detach().reshape(-1)[piece.start:piece.stop]
         return elements.to(piece.tensor.device, piece.tensor.dtype, copy=True)
     return value.detach().clone()
