@@ -76,6 +76,11 @@ def _document_problems(app: FastAPI) -> None:
             problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(problem.pop("$defs", {}))
             schemas["Problem"] = problem
+            for operation in (operation for path in document["paths"].values() for operation in path.values()):
+                if "422" in operation["responses"]:
+                    operation["responses"] |= {str(status): body for status, body in responses(422).items()}
+            schemas.pop("HTTPValidationError", None)
+            schemas.pop("ValidationError", None)
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

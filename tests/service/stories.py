@@ -23,8 +23,9 @@ def running(database: Database, *reports: TrialReport) -> tuple[str, int]:
     assert study.id == study_id
     for number, report in enumerate(reports):
         with database.begin() as transaction:
-            transaction.trials.start(study_id, study.lease_epoch, role=TrialRole.SUGGESTED, prediction=sample_prediction(),
-                                     config=TrainConfig.model_validate({"micro_batch_size": number + 1}))
+            transaction.trials.start(
+                study_id, study.lease_epoch, role=TrialRole.SUGGESTED, prediction=sample_prediction(),
+                config=TrainConfig.model_validate({"micro_batch_size": number + 1}))
         with database.begin() as transaction:
             transaction.trials.finish(study_id, study.lease_epoch, number, report, log=f"log of trial {number}\n")
     return study_id, study.lease_epoch
@@ -33,7 +34,7 @@ def running(database: Database, *reports: TrialReport) -> tuple[str, int]:
 def succeeded(database: Database) -> str:
     """A study with a plan, one good and one out-of-memory trial, and a winner."""
     study_id, epoch = running(database, sample_report(), sample_failure(Outcome.OOM_DEVICE, "12 MiB over the limit"))
-    config = TrainConfig.model_validate({"micro_batch_size": 8})
+    config = TrainConfig.model_validate({"micro_batch_size": 8, "zero_stage": 3})
     best = sample_best(study_id, trial_number=0, config=config)
     with database.begin() as transaction:
         transaction.studies.set_plan(study_id, epoch, PlanSummary(

@@ -199,7 +199,8 @@ class TestRequestsThatChangeSomething:
 class TestHost:
     """A foreign name in the Host header is refused: DNS rebinding makes a browser send one."""
 
-    @pytest.mark.parametrize("host", ["evil.example", "evil.example:8420", "127.0.0.1.evil.example", "192.168.1.9:8420", ""])
+    @pytest.mark.parametrize("host", [
+        "evil.example", "evil.example:8420", "127.0.0.1.evil.example", "192.168.1.9:8420", ""])
     def test_foreign_names_are_refused(self, client: TestClient, host: str) -> None:
         response = client.get("/api/v1/studies", headers={"Host": host})
         assert response.status_code == 421

@@ -123,7 +123,8 @@ def test_counts_may_be_written_as_people_write_them(client: TestClient, body: di
      "search.baseline.micro_batch_size", "8 != 2*1*2"),
     ({"training.global_batch_size": 8, "search.baseline": {"micro_batch_size": 3}},
      "search.baseline.micro_batch_size", "not divisible by 6"),
-    ({"search.baseline": {"offload_param": True, "zero_stage": 1}}, "search.baseline", "offload_param needs zero_stage 3"),
+    ({"search.baseline": {"offload_param": True, "zero_stage": 1}}, "search.baseline",
+     "offload_param needs zero_stage 3"),
     ({"search.baseline": {"precision": "fp16", "optimizer_precision": "compute"}}, "search.baseline", "fp16"),
 ])
 def test_batch_arithmetic_and_impossible_combinations_are_refused(
