@@ -61,12 +61,12 @@ def _several_ranks(fields: Fields, world_size: int) -> bool:
     return world_size > 1
 
 
-def _gathers_updated_parameters(fields: Fields, world_size: int) -> bool:
-    return world_size > 1 and fields["zero_stage"] in (1, 2)
+def _gathers(fields: Fields, world_size: int) -> bool:
+    return world_size > 1 and fields["zero_stage"] >= 1
 
 
-def _shards_parameters_over_ranks(fields: Fields, world_size: int) -> bool:
-    return world_size > 1 and fields["zero_stage"] == 3
+def _gathers_ahead(fields: Fields, world_size: int) -> bool:
+    return world_size > 1 and fields["zero_stage"] == 3 and fields["overlap_comm"]
 
 
 def _stage_3(fields: Fields, world_size: int) -> bool:
@@ -89,11 +89,11 @@ KNOBS: dict[str, KnobKind] = {kind.name: kind for kind in (
     KnobKind(name="precision", auto=("fp32", "bf16", "fp16")),
     KnobKind(name="activation_checkpointing", auto=("none", "selective", "full")),
     KnobKind(name="reduce_bucket_size", auto=_BUCKETS, ordinal=True),
-    KnobKind(name="allgather_bucket_size", auto=_BUCKETS, ordinal=True, active=_gathers_updated_parameters,
-             condition="with zero_stage 1 or 2 on more than one device"),
-    KnobKind(name="prefetch_bucket_size", auto=_BUCKETS, ordinal=True, active=_shards_parameters_over_ranks,
-             condition="with zero_stage 3 on more than one device"),
+    KnobKind(name="allgather_bucket_size", auto=_BUCKETS, ordinal=True, active=_gathers,
+             condition="from zero_stage 1 on and on more than one device"),
     KnobKind(name="overlap_comm", auto=(True, False), active=_several_ranks, condition="with more than one device"),
+    KnobKind(name="prefetch_bucket_size", auto=_BUCKETS, ordinal=True, active=_gathers_ahead,
+             condition="with zero_stage 3 and overlap_comm on more than one device"),
     KnobKind(name="offload_optimizer_ratio", auto=(0.0, 0.5, 1.0), ordinal=True, active=_shards_optimizer,
              condition="from zero_stage 1 on", inactive_value=0.0),
     KnobKind(name="offload_param", auto=(False, True), active=_stage_3, condition="with zero_stage 3",

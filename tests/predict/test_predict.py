@@ -173,11 +173,17 @@ class TestTable:
 
 
 def test_activations_grow_with_the_micro_batch_by_what_was_measured() -> None:
-    one, four = (prediction(model_profile(), TrainConfig.model_validate({"micro_batch_size": size}))
-                 for size in (1, 4))
+    one, four = (prediction(model_profile(), TrainConfig.model_validate({"micro_batch_size": size}),
+                            device_type="cuda") for size in (1, 4))
     assert one.device_bytes["activations"] == 10 * MIB
     assert four.device_bytes["activations"] == 40 * MIB
     assert four.device_bytes["workspace"] == 4 * MIB
+
+
+def test_on_a_cpu_the_heap_that_stays_resident_counts() -> None:
+    cpu, cuda = (prediction(model_profile(), TrainConfig.model_validate({}), device_type=kind).peak_device_bytes
+                 for kind in ("cpu", "cuda"))
+    assert cpu - cuda == 64 * MIB
 
 
 def test_for_a_small_model_with_large_buckets_stage_0_needs_least() -> None:
