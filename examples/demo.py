@@ -29,8 +29,8 @@ from autotune.cli.output import bytes_text, config_text, rate_text
 from autotune.cli.screen import StudyScreen
 from autotune.client import Client, ClientError, RefusedError
 from autotune.domain.study import BestConfig, Trial
+from autotune.domain.throughput import shown_throughput
 from autotune.export import FORMATS
-from autotune.search.choose import Throughput, throughput
 from autotune.service.schemas import StudyView
 from autotune.settings import DEFAULT_PORT
 from engine.process import die_with_parent
@@ -135,11 +135,12 @@ def print_result(best: BestConfig, trials: dict[int, Trial]) -> None:
     table.add_row("winner", rate_text(best.tokens_per_second), f"{low:,.0f} to {high:,.0f}",
                   bytes_text(best.peak_device_bytes))
     baseline = trials[best.baseline_trial_number] if best.baseline_trial_number is not None else None
-    if baseline is not None and baseline.measurement is not None:
-        rate = throughput(baseline) or baseline.measurement
-        low, high = rate.interval if isinstance(rate, Throughput) else rate.tokens_per_second_interval
+    rate = shown_throughput(baseline) if baseline is not None else None
+    if rate is not None:
+        low, high = rate.interval
+        peak = best.baseline_peak_device_bytes
         table.add_row("default", rate_text(rate.tokens_per_second), f"{low:,.0f} to {high:,.0f}",
-                      bytes_text(best.baseline_peak_device_bytes or baseline.measurement.peak_device_bytes))
+                      "" if peak is None else bytes_text(peak))
     console.print(table)
     console.print(f"winner: {escape(config_text(best.config))}", highlight=False, soft_wrap=True)
     if baseline is not None:
@@ -147,7 +148,8 @@ def print_result(best: BestConfig, trials: dict[int, Trial]) -> None:
     if best.speedup is not None and best.speedup_interval is not None:
         low, high = best.speedup_interval
         console.print(f"[bold]{best.speedup:.2f} times as fast as the default configuration[/] "
-                      f"(95 % interval {low:.2f} to {high:.2f}), same global batch, same samples", highlight=False)
+                      f"(95 % interval {low:.2f} to {high:.2f}), same global batch, same samples", highlight=False,
+                      soft_wrap=True)
 
 
 def write_exports(client: Client, study_id: str, folder: Path) -> None:
@@ -181,6 +183,8 @@ def run(options: argparse.Namespace) -> int:
         study, trials = watch(client, study.id)
         if study.state.value != "succeeded":
             raise DemoError(f"the study {study.state.value}: {study.error or study.note or 'see the log'}")
+        if study.note:
+            console.print(f"the study ended: {escape(study.note)}", highlight=False, soft_wrap=True)
         print_result(client.best(study.id), trials)
         console.print("exports:")
         write_exports(client, study.id, data_dir / "exports" / study.id)
