@@ -8,16 +8,17 @@ Backward: when autograd reads such a note, or a checkpointed block runs again, t
 released when the gradients of all its parameters are there, or two other units were used since. The memory itself
 lives as long as any tensor refers to it, so releasing early is never wrong, only slower.
 
-Reductions are part of the schedule: a block's gradients are reduced when the next block is reached. Of the root's,
-those that were there on every rank when the first block was reached in the first window (a head's) are reduced at that
-point from then on, the others at the end of the pass. Gradients that come later than their reduction (a block used
-twice) join the next pass or the step.
+Reductions are part of the schedule: a block's buckets are reduced in order as they are complete, the rest of them when
+the next block is reached. Of the root's, those that were there on every rank when the first block was reached in the
+first window (a head's) are reduced at that point from then on, the others at the end of the pass. Gradients that come
+later than their reduction (a block used twice) join the next pass or the step.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class ParameterSharded:
         # Of the root's trainable buckets: those complete when backward reaches the first block; None until agreed on.
         self._early: set[int] = set()
         self._complete_early: dict[int, bool] | None = {}
+        self._launched = 0  # of the buckets of the block that backward is in
         self._live: dict[int, tuple[Unit, int]] = {}
         self._recent: OrderedDict[int, Unit] = OrderedDict()
         self.gradients = GradientBuckets(self.buckets, reduce=self._reduce, local_dtype=self._dtypes.local,
@@ -267,7 +269,8 @@ class ParameterSharded:
             self._note_early(root)
             self._launch(bucket for bucket in root.trainable if bucket.index in self._early)
             return
-        self._launch(unit.trainable)
+        self._launch(unit.trainable[self._launched:])
+        self._launched = 0
         if root.index not in self._recent:  # this rank's graph does not need it again
             self._release(root)
 
@@ -283,8 +286,14 @@ class ParameterSharded:
                 self._complete_early[bucket.index] = complete and self._complete_early.get(bucket.index, True)
 
     def _complete(self, state: BucketGradients) -> None:
-        """Release a unit that nothing more of this pass needs; frozen parameters give no sign when they are done."""
+        """All gradients of a bucket are there."""
         unit = self._unit_of[state.bucket.index]
+        if unit.index and self._schedule is not None and unit is self._schedule.current:
+            waiting = unit.trainable[self._launched:]
+            complete = list(takewhile(lambda bucket: not self.gradients.states[bucket.index].missing, waiting))
+            self._launch(complete)
+            self._launched += len(complete)
+        # Nothing more of this pass needs the unit; frozen parameters would give no sign when they are done.
         if not unit.frozen and not any(self.gradients.states[bucket.index].missing for bucket in unit.trainable):
             self._release(unit)
 

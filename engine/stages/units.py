@@ -132,6 +132,11 @@ class Schedule:
         self._reached = -1
         self._issued = 0
 
+    @property
+    def current(self) -> Unit | None:
+        """The unit reached last; between two reaches nothing but its own reductions is issued."""
+        return self._order[self._reached] if self._reached >= 0 else None
+
     def reach(self, unit: Unit) -> None:
         """Issue everything up to this unit; nothing where it was reached before."""
         self._advance(self._position[unit.index])
