@@ -55,7 +55,8 @@ def hardware_fingerprint(
     device_type: str, device_name: str, world_size: int, memory_bytes: int, software: dict[str, str]
 ) -> str:
     """Equal for equal devices, device count and software; memory counts in GiB, as totals differ by a few pages."""
-    parts = (device_type, device_name, str(world_size), str(round(memory_bytes / 2**30)), *map(str, sorted(software.items())))
+    gib = round(memory_bytes / 2**30)
+    parts = (device_type, device_name, str(world_size), str(gib), *map(str, sorted(software.items())))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
@@ -79,6 +80,8 @@ def matmul_flops_per_second(precision: Precision, device: torch.device) -> float
     sizes = (256, 512, 1024) if device.type == "cpu" else (1024, 4096, 8192)
     best = 0.0
     for size in sizes:
+        if best and 2.0 * size**3 / best > _MATMUL_SECONDS / 8:
+            break  # slow as it is, a larger one would only take long
         left = torch.randn(size, size, device=device).to(_DTYPES[precision])
         right = torch.randn(size, size, device=device).to(_DTYPES[precision])
         best = max(best, _rate(lambda left=left, right=right: left @ right, device, _MATMUL_SECONDS / len(sizes),

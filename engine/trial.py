@@ -15,6 +15,7 @@ from engine.config import OptimizerConfig, TrainConfig, require_global_batch
 from engine.errors import DeviceMemoryLimitError
 from engine.loop import PHASES, PhaseName, TrainingLoop
 from engine.memory import LEFT_BEHIND_BYTES, MemoryMeter, check_limit, meter_for
+from engine.precision import DTYPES
 from engine.process import CpuTimes, cpu_times, is_contended
 from engine.ranks import RankContext
 from engine.report import (
@@ -29,13 +30,15 @@ from engine.report import (
 )
 from engine.spec import GptSpec
 from engine.statistics import is_steady, mean_interval
-from engine.tasks.base import Task
 from engine.tasks.build import build_task
+from engine.values import Precision
 
 _DEADLINE_SHARE = 0.8
 """Measuring ends, once two steps are measured, when this share of the deadline is used up."""
 
 _LEAST_MEASURED = 2
+
+_WARM_UP_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
 
 class Reporter(Protocol):
@@ -278,12 +281,13 @@ def _mean_phases(record: _Record, mean_step_seconds: float) -> PhaseSeconds:
 
 
 def warm_up_engine(context: RankContext) -> None:
-    """Run a tiny model once, so that code and buffers that are loaded or made on first use are there. Collective."""
-    request = TrialRequest(
-        model=GptSpec(kind="gpt", layers=1, hidden=16, heads=1, vocab=32, sequence_length=8),
-        optimizer=OptimizerConfig(), config=TrainConfig(precision="bf16", zero_stage=2, micro_batch_size=1),
-        global_batch_size=context.world_size, policy=MeasurePolicy(max_warmup_steps=1, min_steps=2, max_steps=2))
-    run_trial(request, context, SilentReporter())
-
-
-__all__ = ["Reporter", "SilentReporter", "Task", "run_trial", "warm_up_engine"]
+    """Run tiny trials once, so that code and buffers that are loaded or made on first use are there. Collective."""
+    for precision in _WARM_UP_PRECISIONS:
+        square = torch.ones(1024, 1024, device=context.device, dtype=DTYPES[precision])
+        square @ square  # has the library take its scratch memory
+        request = TrialRequest(
+            model=GptSpec(kind="gpt", layers=1, hidden=64, heads=1, vocab=64, sequence_length=32),
+            optimizer=OptimizerConfig(), config=TrainConfig(precision=precision, zero_stage=2, micro_batch_size=2),
+            global_batch_size=2 * context.world_size,
+            policy=MeasurePolicy(max_warmup_steps=1, min_steps=2, max_steps=2))
+        run_trial(request, context, SilentReporter())

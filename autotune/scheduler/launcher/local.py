@@ -211,6 +211,7 @@ class LocalWorkerGroup:
     async def _follow(self, watch: Watch, on_progress: Callable[[TrialProgress], None]) -> None:
         """Feed the watch with messages and observations until it has a report."""
         pending = asyncio.ensure_future(self._events.get())
+        observed_at = 0.0
         try:
             while watch.report is None:
                 done, _ = await asyncio.wait({pending}, timeout=_TICK_SECONDS)
@@ -221,8 +222,9 @@ class LocalWorkerGroup:
                     watch.hear(number, message, now)
                     if number == 0 and isinstance(message, TrialProgress):
                         on_progress(message)
-                else:
+                if now - observed_at >= _TICK_SECONDS:
                     self._observe(watch, now)
+                    observed_at = now
                 watch.see_time(now)
         finally:
             pending.cancel()

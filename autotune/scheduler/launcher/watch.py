@@ -63,6 +63,11 @@ class Failure:
     detail: str
     step: int | None
 
+    @property
+    def text(self) -> str:
+        """`detail` without the rank."""
+        return self.detail.removeprefix(f"rank {self.rank}: ")
+
 
 @dataclass
 class Watch:
@@ -103,7 +108,7 @@ class Watch:
         if isinstance(message, RankGone):
             self._fail(_gone(rank, message, seen, self.request), now)
         elif isinstance(message, RankBaseline):
-            seen.baseline_bytes = message.resident_bytes
+            seen.baseline_bytes = seen.resident_bytes = message.resident_bytes
         elif isinstance(message, TrialProgress):
             seen.phase, seen.step = message.phase, None if message.phase == "setup" else message.step
         elif isinstance(message, RankVerdict):
@@ -119,7 +124,7 @@ class Watch:
         seen.resident_bytes = resident_bytes
         limit = self.limits.guarded_bytes
         if limit is not None and seen.baseline_bytes and seen.grown_bytes > limit:
-            detail = f"rank {rank}: grew by {seen.grown_bytes} bytes within a step, far over the memory limit"
+            detail = f"rank {rank}: grew by {_mib(seen.grown_bytes)} within a step, far over the memory limit"
             self._conclude(Failure(rank=rank, at_seconds=now, echo=False, outcome=Outcome.OOM_DEVICE, detail=detail,
                                    step=seen.step))
 
@@ -129,8 +134,8 @@ class Watch:
         seen = self._ranks[rank]
         if available_bytes >= self.limits.host_reserve_bytes or seen.grown_bytes < _GUARD_BYTES:
             return
-        detail = (f"rank {rank}: stopped because the host has only {available_bytes} bytes of memory left; it held "
-                  f"{seen.resident_bytes}")
+        detail = (f"rank {rank}: stopped because the host has only {_mib(available_bytes)} of memory left; it held "
+                  f"{_mib(seen.resident_bytes)}")
         self._conclude(Failure(rank=rank, at_seconds=now, echo=False, outcome=Outcome.OOM_HOST, detail=detail,
                                step=seen.step))
 
@@ -158,7 +163,7 @@ class Watch:
             assert self._first_failure_at is not None
             all_told = len(self._failures) == self.world_size
             if all_told or now - self._first_failure_at >= GRACE_SECONDS:
-                self._conclude(min(self._failures, key=lambda failure: (failure.echo, failure.at_seconds)))
+                self._conclude(_cause(self._failures))
         elif all(seen.verdict is not None for seen in self._ranks):
             first = self._ranks[0].verdict
             assert first is not None
@@ -188,6 +193,13 @@ def report_of(failure: Failure, request: WorkerRequest, *, log_tail: str) -> Rep
     return TrialReport(outcome=failure.outcome, detail=detail, failed_rank=failure.rank, failed_step=failure.step)
 
 
+def _cause(failures: list[Failure]) -> Failure:
+    """The first failure that echoes no other; of ranks that fail alike the lowest, so that it is told alike each time."""
+    first = min(failures, key=lambda failure: (failure.echo, failure.at_seconds))
+    alike = [failure for failure in failures if failure.text == first.text and failure.echo == first.echo]
+    return min(alike, key=lambda failure: failure.rank)
+
+
 def _failure_in(rank: int, verdict: RankVerdict) -> Failure | None:
     """The exception that a verdict tells of; None where all ranks agreed on how the request ended."""
     report = verdict.report
@@ -206,8 +218,8 @@ def _gone(rank: int, gone: RankGone, seen: _Seen, request: WorkerRequest) -> Fai
     if code == -signal.SIGKILL:
         limit = request.memory_limit_bytes if request.kind == "trial" else None
         outcome = Outcome.OOM_HOST
-        what = (f"killed (signal 9): probably host memory; last seen resident {seen.resident_bytes} bytes, memory "
-                f"limit {'none' if limit is None else f'{limit} bytes'}")
+        what = (f"killed (signal 9): probably host memory; last seen resident {_mib(seen.resident_bytes)}, memory "
+                f"limit {'none' if limit is None else _mib(limit)}")
     elif code is None:
         what = "broke off the conversation with its launcher"
     elif code < 0:
@@ -216,3 +228,7 @@ def _gone(rank: int, gone: RankGone, seen: _Seen, request: WorkerRequest) -> Fai
         what = f"exited with code {code}"
     return Failure(rank=rank, at_seconds=gone.at_seconds, echo=False, outcome=outcome, detail=f"rank {rank}: {what}",
                    step=seen.step)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB"

@@ -1,0 +1,237 @@
+"""What a task needs, found without weights and without a device: parameters, activation bytes, operations.
+
+The task runs once per choice on fake tensors, which have shapes and dtypes but no data, while every storage that comes
+and goes is counted. A task that fake tensors cannot run, because it looks at values, runs on real ones instead.
+"""
+
+import hashlib
+import importlib
+import inspect
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from engine.blocks import find_blocks
+from engine.checkpointing import wrap_inside, wrap_outside
+from engine.config import Checkpointing, TrainConfig
+from engine.precision import DTYPES, cast_floating, compute_dtypes, place_buffers
+from engine.profile import ActivationBytes, ModelProfile
+from engine.spec import ModelSpec, PythonSpec, spec_fingerprint
+from engine.tasks.base import Batch, Task, checked_batch, checked_loss, task_blocks
+from engine.tasks.build import build_task
+from engine.values import BYTES_PER_ELEMENT, Precision
+
+_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
+_FAKE_SIZES = (2, 8)
+_REAL_SIZES = (1, 2)
+_CPU = torch.device("cpu")
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of storages made while it is entered, fake or real, until they are freed.
+
+    Args:
+        known: tensors whose storages do not count.
+    """
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._known = [tensor.untyped_storage() for tensor in known]
+        for storage in self._known:
+            self._sizes[storage._cdata] = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._track, result)
+        return result
+
+    def _track(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._sizes:
+            return
+        size = self._sizes[storage._cdata] = storage.nbytes()
+        self.bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        weakref.finalize(storage, self._forget, storage._cdata)
+
+    def _forget(self, key: int) -> None:
+        self.bytes -= self._sizes.pop(key)
+
+
+def probe(spec: ModelSpec, *, precisions: Sequence[Precision] = ("fp32", "bf16", "fp16")) -> ModelProfile:
+    """Profile a model.
+
+    Raises:
+        TaskError: the task cannot be built or breaks its contract.
+        Exception: whatever the task itself raises when it runs.
+    """
+    task = build_task(spec)
+    try:
+        return _probe(spec, task, precisions, fake=True)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return _probe(spec, task, precisions, fake=False)
+
+
+def profile_fingerprint(spec: ModelSpec) -> str:
+    """Equal for equal tasks: for a user's own task its module's source counts too."""
+    fingerprint = spec_fingerprint(spec)
+    if not isinstance(spec, PythonSpec):
+        return fingerprint
+    try:
+        source = inspect.getsource(importlib.import_module(spec.entry_point.partition(":")[0]))
+    except (OSError, TypeError):
+        source = ""
+    return hashlib.sha256(f"{fingerprint}\n{source}".encode()).hexdigest()[:32]
+
+
+def _probe(spec: ModelSpec, task: Task, precisions: Sequence[Precision], *, fake: bool) -> ModelProfile:
+    with _mode(fake):
+        model = task.build_model()
+        blocks = _blocks(task, model)
+    parameters = list(model.parameters())
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    return ModelProfile(
+        fingerprint=profile_fingerprint(spec),
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        parameter_tensors=len(parameters),
+        largest_parameter=max((parameter.numel() for parameter in parameters), default=0),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        block_class=type(blocks[0]).__name__ if blocks else None,
+        block_count=len(blocks),
+        block_parameters=max(sizes, default=0),
+        tokens_per_sample=task.tokens_per_sample,
+        flops_per_sample=_flops_per_sample(task, fake=fake),
+        activations=tuple(_activations(task, precisions, _CHECKPOINTING if blocks else ("none",), fake=fake)))
+
+
+def _activations(
+    task: Task, precisions: Sequence[Precision], choices: Sequence[Checkpointing], *, fake: bool
+) -> Iterator[ActivationBytes]:
+    """All choices; precisions of equal width have equal bytes and are measured once. Without blocks there is no choice."""
+    sizes = _FAKE_SIZES if fake else _REAL_SIZES
+    measured: dict[tuple[int, Checkpointing], ActivationBytes] = {}
+    for precision in precisions:
+        for checkpointing in choices:
+            key = BYTES_PER_ELEMENT[precision], checkpointing
+            if key not in measured:
+                small, large = (_run(task, size, precision, checkpointing, fake=fake) for size in sizes)
+                measured[key] = _fit(small, large, sizes, precision, checkpointing)
+            yield measured[key].model_copy(update={"precision": precision})
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    saved: int
+    peak: int
+
+
+def _fit(small: _Bytes, large: _Bytes, sizes: tuple[int, int], precision: Precision, checkpointing: Checkpointing
+         ) -> ActivationBytes:
+    """The line through two micro-batch sizes; `fixed` is the peak's share that does not grow."""
+    span = sizes[1] - sizes[0]
+    saved = (large.saved - small.saved) / span
+    peak = (large.peak - small.peak) / span
+    return ActivationBytes(
+        checkpointing=checkpointing, precision=precision, saved_per_sample=max(round(saved), 0),
+        peak_per_sample=max(round(peak), 0), fixed=max(round(large.peak - peak * sizes[1]), 0))
+
+
+def _run(task: Task, size: int, precision: Precision, checkpointing: Checkpointing, *, fake: bool) -> _Bytes:
+    """One forward and backward pass, its gradients freed as the engine's buckets take them over."""
+    with _mode(fake) as mode:
+        model = task.build_model().train()
+        blocks = _blocks(task, model)
+        _cast(model, precision)
+        config = TrainConfig(activation_checkpointing=checkpointing)
+        wrap_inside(blocks, config)
+        wrap_outside(blocks, config)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    batch = _on_mode(checked_batch(task, range(size)), mode)
+    batch = cast_floating(batch, DTYPES[precision])
+    tracker = StorageTracker([*model.parameters(), *model.buffers()])
+    inputs = sum(tensor.untyped_storage().nbytes() for tensor in _tensors(batch))
+    with nullcontext() if mode is None else mode, tracker:
+        loss = checked_loss(task, model, batch)
+        saved = tracker.bytes
+        loss.backward()
+    return _Bytes(saved=saved + inputs, peak=tracker.peak_bytes + inputs)
+
+
+def _flops_per_sample(task: Task, *, fake: bool) -> float:
+    """Of forward and backward, without recompute; matrix products, convolutions and attention."""
+    size = _FAKE_SIZES[0] if fake else _REAL_SIZES[0]
+    with _mode(fake) as mode:
+        model = task.build_model().train()
+    batch = _on_mode(checked_batch(task, range(size)), mode)
+    counter = FlopCounterMode(display=False, custom_mapping=_cpu_attention())
+    with nullcontext() if mode is None else mode, counter:
+        checked_loss(task, model, batch).backward()
+    return counter.get_total_flops() / size
+
+
+def _cpu_attention() -> dict[Any, Any]:
+    """The fused attention of the CPU, which torch's counter does not know."""
+    ops = torch.ops.aten
+
+    def forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return sdpa_backward_flop_count(grad, query, key, value)
+
+    return {ops._scaled_dot_product_flash_attention_for_cpu: forward,
+            ops._scaled_dot_product_flash_attention_for_cpu_backward: backward}
+
+
+@contextmanager
+def _mode(fake: bool) -> Iterator[FakeTensorMode | None]:
+    if not fake:
+        torch.manual_seed(0)
+        yield None
+        return
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode
+
+
+def _blocks(task: Task, model: nn.Module) -> Sequence[nn.Module]:
+    blocks = task_blocks(task, model)
+    return find_blocks(model) if blocks is None else blocks
+
+
+def _cast(model: nn.Module, precision: Precision) -> None:
+    for parameter, dtype in compute_dtypes(model, DTYPES[precision]).items():
+        parameter.data = parameter.data.to(dtype)
+    place_buffers(model, device=_CPU, compute=DTYPES[precision])
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _on_mode(batch: Batch, mode: FakeTensorMode | None) -> Batch:
+    if mode is None:
+        return batch
+    if isinstance(batch, dict):
+        return {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
+    return tuple(mode.from_tensor(tensor) for tensor in batch)
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return list(batch.values() if isinstance(batch, dict) else batch)

@@ -1,0 +1,65 @@
+"""Calibration: plausible numbers, quickly, and a fingerprint that follows what matters."""
+
+import time
+
+import pytest
+import torch
+
+from engine.calibrate import calibrate, can_train, hardware_fingerprint, matmul_flops_per_second
+from engine.process import host_memory_bytes
+from engine.ranks import RankContext
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_one_rank_is_calibrated_within_ten_seconds() -> None:
+    begun = time.perf_counter()
+    profile = calibrate(RankContext(rank=0, world_size=1, device=CPU, host_devices=2))
+    assert time.perf_counter() - begun < 10
+    assert profile.device_type == "cpu"
+    assert {"fp32", "bf16"} <= set(profile.precisions)
+    assert set(profile.matmul_flops_per_second) == set(profile.precisions)
+    assert 1e8 < profile.matmul_flops_per_second["fp32"] < 1e13
+    assert 1e8 < profile.copy_bytes_per_second < 1e12
+    assert (profile.allreduce_bytes_per_second, profile.allreduce_latency_seconds) == (None, None)
+    assert profile.memory_bytes == profile.host_memory_bytes // 2
+    assert profile.host_memory_bytes < host_memory_bytes()
+    assert profile.software["torch"] == torch.__version__
+
+
+def test_a_precision_that_does_not_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> torch.Tensor:
+        raise NotImplementedError('"gelu" not implemented for Half')
+
+    monkeypatch.setattr("torch.nn.functional.gelu", refuse)
+    assert not can_train("fp16", CPU)
+
+
+def test_gradients_that_are_not_finite_do_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.functional.gelu", lambda value: value * float("nan"))
+    assert not can_train("fp32", CPU)
+
+
+def test_the_rate_is_that_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 512
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    best = float("inf")
+    for _ in range(30):
+        begun = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - begun)
+    by_hand = 2 * size**3 / best
+    assert 0.4 * by_hand < matmul_flops_per_second("fp32", CPU) < 2.5 * by_hand
+
+
+def test_the_fingerprint_follows_devices_count_and_software() -> None:
+    def make(name: str = "x", world_size: int = 2, memory: int = 2**34, torch_version: str = "2.13") -> str:
+        return hardware_fingerprint("cpu", name, world_size, memory, {"torch": torch_version})
+
+    assert make() == make(memory=2**34 + 10_000_000)
+    assert len({make(), make(name="y"), make(world_size=1), make(memory=2**35), make(torch_version="2.12")}) == 5

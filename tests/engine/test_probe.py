@@ -1,0 +1,105 @@
+"""The probe's numbers against counts by hand and against real tensors."""
+
+import pytest
+import torch
+
+from engine.probe import StorageTracker, probe, profile_fingerprint
+from engine.spec import ALLOWED_TASKS_VARIABLE, GptSpec, spec_fingerprint
+from engine.tasks import build_task
+from tests.support import tasks
+
+GPT = GptSpec(kind="gpt", layers=3, hidden=64, heads=4, vocab=512, sequence_length=32)
+
+
+@pytest.fixture(autouse=True)
+def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOWED_TASKS_VARIABLE, tasks.MODULE)
+
+
+def test_parameters_are_counted_exactly() -> None:
+    profile = probe(GPT, precisions=("fp32",))
+    block = 12 * 64 * 64 + 13 * 64
+    assert profile.block_parameters == block
+    assert profile.parameters == profile.trainable_parameters == 3 * block + 512 * 64 + 32 * 64 + 2 * 64
+    assert profile.largest_parameter == 512 * 64
+    assert profile.parameter_tensors == len(list(build_task(GPT).build_model().parameters()))
+    assert (profile.block_class, profile.block_count) == ("GptBlock", 3)
+    assert profile.tokens_per_sample == 32
+    assert profile.fingerprint == spec_fingerprint(GPT)
+
+
+def test_operations_follow_the_formula() -> None:
+    """Forward and backward: 6 per weight and token, and 12 x layers x length^2 x hidden for attention."""
+    tokens, weights = 32, 3 * 12 * 64 * 64 + 512 * 64
+    expected = 6 * weights * tokens + 12 * 3 * tokens**2 * 64
+    assert probe(GPT, precisions=("fp32",)).flops_per_sample == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_fake_activations_equal_those_of_real_tensors(size: int) -> None:
+    entry = probe(GPT, precisions=("fp32",)).activation("none", "fp32")
+    task = build_task(GPT)
+    model = task.build_model()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    batch = task.batch(range(size))
+    inputs = sum(tensor.nbytes for tensor in batch)  # type: ignore[union-attr]
+    with StorageTracker(list(model.parameters())) as tracker:
+        loss = task.loss(model, batch)
+        saved = tracker.bytes
+        loss.backward()
+    assert entry.saved_per_sample * size == pytest.approx(saved + inputs, rel=0.02)
+    assert entry.peak_per_sample * size + entry.fixed == pytest.approx(tracker.peak_bytes + inputs, rel=0.02)
+
+
+def test_checkpointing_and_narrow_types_save_activations() -> None:
+    profile = probe(GPT)
+    for precision in ("fp32", "bf16", "fp16"):
+        none, selective, full = (
+            profile.activation(mode, precision).saved_per_sample for mode in ("none", "selective", "full"))
+        assert 0 < full < selective < none
+    wide, narrow = profile.activation("none", "fp32"), profile.activation("none", "bf16")
+    assert narrow.saved_per_sample < 0.75 * wide.saved_per_sample
+    assert narrow.model_copy(update={"precision": "fp16"}) == profile.activation("none", "fp16")
+
+
+def test_no_weights_are_made() -> None:
+    """A model of 100 GB of weights is profiled in place."""
+    spec = GptSpec(kind="gpt", layers=2, hidden=32768, heads=4, vocab=65536, sequence_length=16)
+    profile = probe(spec, precisions=("bf16",))
+    assert profile.parameters > 25e9
+
+
+def test_a_task_that_looks_at_values_runs_on_real_tensors() -> None:
+    profile = probe(tasks.spec("looks_at_values"), precisions=("fp32",))
+    assert profile.parameters == 8 * 8 + 8
+    assert profile.activation("none", "fp32").saved_per_sample > 0
+
+
+def test_without_repeated_blocks_there_is_nothing_to_checkpoint() -> None:
+    profile = probe(tasks.spec("toy"), precisions=("fp32",))
+    assert profile.block_class is None
+    assert [entry.checkpointing for entry in profile.activations] == ["none"]
+
+
+def test_the_tasks_own_error_is_what_the_user_sees() -> None:
+    with pytest.raises(ValueError, match="bad arg"):
+        probe(tasks.spec("fails_at_build"))
+
+
+def test_a_python_tasks_fingerprint_follows_its_source() -> None:
+    assert profile_fingerprint(tasks.spec("toy")) != spec_fingerprint(tasks.spec("toy"))
+    assert profile_fingerprint(tasks.spec("toy")) == profile_fingerprint(tasks.spec("toy"))
+
+
+def test_the_tracker_forgets_what_is_freed() -> None:
+    with StorageTracker([]) as tracker:
+        first = torch.ones(1000)
+        view = first[:10]
+        second = torch.ones(500)
+        assert tracker.bytes == 6000
+        del first
+        assert tracker.bytes == 6000
+        del view, second
+        assert tracker.bytes == 0
+    assert tracker.peak_bytes == 6000
