@@ -9,7 +9,7 @@ from engine.report import MeasurePolicy
 from engine.spec import ModelSpec
 from engine.values import Count, Value
 
-Sampler = Literal["tpe", "gp", "random", "grid"]
+Sampler = Literal["guided", "tpe", "gp", "random", "grid"]
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=120,
                                         pattern=r"^[^\x00-\x1f\x7f]*$")]
 

@@ -1,29 +1,30 @@
 """The first suggestions of a study: predicted to be fast, and apart from each other.
 
-A sampler knows nothing before its first trials, and a prediction, however rough, is better than chance.
+A sampler knows nothing before its first trials, and a prediction, however rough, is better than chance. What
+predictions are most often wrong about is how fast a precision really is and what a stage costs, so these differ.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autotune.domain.study import Trial, TrialRole
 from autotune.search.plan import Candidate, Plan
 from engine.config import TrainConfig
 
-OPENING_TRIALS = 3
+_APART: tuple[Callable[[TrainConfig], object], ...] = (
+    lambda config: None, lambda config: config.precision, lambda config: config.zero_stage)
+"""In what the k-th suggestion differs from all before it, where it can."""
 
 
 def opening(plan: Plan, trials: Sequence[Trial], left: Mapping[TrainConfig, Candidate]) -> TrainConfig | None:
-    """The next of them; None once there were `OPENING_TRIALS`, or where no time can be predicted."""
+    """The next of them; None once there were three, or where no time can be predicted."""
     suggested = [trial.config for trial in trials if trial.role is TrialRole.SUGGESTED]
-    if len(suggested) >= OPENING_TRIALS:
+    if len(suggested) >= len(_APART):
         return None
     timed = [candidate for candidate in left.values() if candidate.prediction.step_seconds is not None]
-    apart = [candidate for candidate in timed if all(_far(candidate.config, config) for config in suggested)]
+    aspect = _APART[len(suggested)]
+    seen = {aspect(config) for config in suggested}
+    apart = [candidate for candidate in timed if aspect(candidate.config) not in seen] or timed
     if not apart:
         return None
     return min(apart, key=lambda candidate: (candidate.prediction.step_seconds or 0.0,
                                              candidate.prediction.peak_device_bytes)).config
-
-
-def _far(one: TrainConfig, other: TrainConfig) -> bool:
-    return one.zero_stage != other.zero_stage or one.precision != other.precision

@@ -10,6 +10,7 @@ from optuna.trial import FrozenTrial
 from autotune.domain.request import SearchRequest
 from autotune.domain.study import Trial
 from autotune.search.encoding import Encoding, Params, make_encoding
+from autotune.search.guided import POINT, GuidedSampler, guided_space
 from autotune.search.history import told_trials
 from autotune.search.opening import opening
 from autotune.search.plan import Candidate, Plan
@@ -39,12 +40,12 @@ def suggest(plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> Train
     left = remaining(plan, trials)
     if not left:
         return None
-    if search.sampler in ("tpe", "gp"):
+    if search.sampler in ("guided", "tpe", "gp"):
         first = opening(plan, trials, left)
         if first is not None:
             return first
-    if search.sampler == "grid":
-        return _next_on_grid(plan, trials, left, search.seed)
+    if search.sampler in ("grid", "guided"):
+        return _next_point(plan, trials, left, search)
     encoding = make_encoding(plan)
     if not encoding.axes:
         return next(iter(left))
@@ -91,19 +92,23 @@ def _nearest(encoding: Encoding, params: Params, left: dict[TrainConfig, Candida
     return min(left, key=lambda config: encoding.distance(params, config))
 
 
-def _next_on_grid(plan: Plan, trials: Sequence[Trial], left: dict[TrainConfig, Candidate], seed: int) -> TrainConfig:
-    """The candidates are the grid, each one point of it, so that inactive knobs do not multiply it."""
+def _next_point(plan: Plan, trials: Sequence[Trial], left: dict[TrainConfig, Candidate],
+                search: SearchRequest) -> TrainConfig:
+    """For samplers that choose among the candidates themselves: each is one point, so that inactive knobs do not
+    multiply the space."""
     count = len(plan.candidates)
-    distributions: dict[str, BaseDistribution] = {"point": IntDistribution(0, count - 1)}
+    distributions: dict[str, BaseDistribution] = {POINT: IntDistribution(0, count - 1)}
 
     def encode(config: TrainConfig) -> Params | None:
         position = plan.index.get(config)
-        return None if position is None else {"point": position}
+        return None if position is None else {POINT: position}
 
     told = told_trials(plan, trials, distributions, encode)
-    study = _rebuilt_study(GridSampler({"point": list(range(count))}, seed=seed), told)
+    sampler = (GuidedSampler(guided_space(plan, left)) if search.sampler == "guided"
+               else GridSampler({POINT: list(range(count))}, seed=search.seed))
+    study = _rebuilt_study(sampler, told)
     for _ in range(count - len(told)):
-        config = plan.candidates[_ask(study, distributions)["point"]].config
+        config = plan.candidates[_ask(study, distributions)[POINT]].config
         if config in left:
             return config
     return next(iter(left))
