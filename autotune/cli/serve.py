@@ -6,6 +6,7 @@ next start: all that matters is in the database.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -50,11 +51,12 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     settings = load_settings(host=host, port=port, data_dir=data_dir, database=database, device=device)
     _configure_logging()
-    store = open_store(settings)
+    if not no_scheduler:
+        _require_devices(settings)
     listener = _listen(settings)
     settings = settings.model_copy(update={"port": listener.getsockname()[1]})
-    code = _run(settings, store, listener, with_scheduler=not no_scheduler, json=json)
-    store.close()
+    with contextlib.closing(listener), contextlib.closing(open_store(settings)) as store:
+        code = _run(settings, store, listener, with_scheduler=not no_scheduler, json=json)
     raise typer.Exit(code)
 
 
@@ -69,11 +71,8 @@ def scheduler(
 
     settings = load_settings(data_dir=data_dir, database=database, device=device)
     _configure_logging()
-    store = open_store(settings)
-    try:
+    with contextlib.closing(open_store(settings)) as store:
         asyncio.run(run_scheduler(store, settings))
-    finally:
-        store.close()
 
 
 def open_store(settings: "Settings") -> "Database":
@@ -115,6 +114,17 @@ async def run_scheduler(store: "Database", settings: "Settings", stop: asyncio.E
     await Scheduler(store, launcher).run(stop)
 
 
+def _require_devices(settings: "Settings") -> None:
+    """Fail at once, and with one line, where the scheduler could only fail again and again.
+
+    Raises:
+        LaunchError: this machine has no device of the kind asked for.
+    """
+    from autotune.scheduler.launcher.local import LocalLauncher
+
+    LocalLauncher(device_type=settings.device)
+
+
 def _listen(settings: "Settings") -> socket.socket:
     """A bound socket, so that the port is known before anything is printed.
 
@@ -127,9 +137,13 @@ def _listen(settings: "Settings") -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(128)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(128)
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         raise InvalidRequestError(FieldError(
             "AUTOTUNE_PORT", f"cannot listen on {settings.host}:{settings.port} ({error.strerror}): is another service "
@@ -156,12 +170,13 @@ def _run(settings: "Settings", store: "Database", listener: socket.socket, *, wi
                 child.request_stop()
             super().handle_exit(sig, frame)
 
-    # Uvicorn raises a signal that it has caught once more when it has stopped: this process goes on to stop its child.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    _announce(settings, services.auth.ensure_token(), json=json)
     server = Server(uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=GRACE_SECONDS))
+    # A signal may come before uvicorn listens for it; and uvicorn raises what it has caught once more when it has
+    # stopped, while this process has its child to stop yet.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, server.handle_exit)
+    _announce(settings, services.auth.ensure_token(), json=json)
     return asyncio.run(_serve(server, listener, child))
 
 

@@ -47,10 +47,12 @@ class RunningService:
         return Client(self.url, self.token)
 
     def scheduler_pid(self) -> int:
-        """Of the child that runs studies."""
-        found = [pid for pid in children_of(self.pid) if b"scheduler" in _command(pid)]
-        assert len(found) == 1, f"schedulers: {found}"
-        return found[0]
+        """Of the child that runs studies; waits for it to be started."""
+        def find() -> list[int]:
+            return [pid for pid in children_of(self.pid) if b"scheduler" in _command(pid)]
+
+        wait_until(lambda: len(find()) == 1, "one scheduler")
+        return find()[0]
 
     def kill(self) -> None:
         """As `kill -9` of the web process alone."""
