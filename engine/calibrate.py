@@ -6,6 +6,7 @@ All ranks measure at the same time, as they will when they train; the slowest ra
 import hashlib
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,16 +38,16 @@ def calibrate(context: RankContext) -> HardwareProfile:
     device = context.device
     precisions = tuple(name for name in _DTYPES if _agreed(context, can_train(name, device)))
     rates: dict[Precision, float] = {
-        name: _slowest(context, lambda name=name: matmul_flops_per_second(name, device)) for name in precisions}
-    copy = _slowest(context, lambda: copy_bytes_per_second(device))
+        name: _slowest(context, partial(matmul_flops_per_second, name, device)) for name in precisions}
+    copy = _slowest(context, partial(copy_bytes_per_second, device))
     latency, bandwidth = allreduce_speed(context)
     host = int(host_memory_bytes() * (1 - _HOST_RESERVE))
     memory = _device_memory_bytes(device, host, context.host_devices)
-    name = cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    device_name = cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
     software = {"torch": torch.__version__, "threads_per_rank": str(torch.get_num_threads())}
     return HardwareProfile(
-        fingerprint=hardware_fingerprint(device.type, name, context.world_size, memory, software),
-        device_type=device.type, device_name=name, world_size=context.world_size, memory_bytes=memory,
+        fingerprint=hardware_fingerprint(device.type, device_name, context.world_size, memory, software),
+        device_type=device.type, device_name=device_name, world_size=context.world_size, memory_bytes=memory,
         host_memory_bytes=host, precisions=precisions, matmul_flops_per_second=rates, copy_bytes_per_second=copy,
         allreduce_bytes_per_second=bandwidth, allreduce_latency_seconds=latency, software=software)
 
@@ -68,7 +69,8 @@ def can_train(precision: Precision, device: torch.device) -> bool:
         query = linear(norm(torch.randn(2, 8, 64, device=device, dtype=dtype))).view(2, 8, 4, 16).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, query, query, is_causal=True)
         logits = F.gelu(linear(mixed.transpose(1, 2).reshape(2, 8, 64)))
-        F.cross_entropy(logits.flatten(0, 1).float(), torch.arange(16, device=device)).backward()
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), torch.arange(16, device=device))
+        loss.backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, NotImplementedError):
         return False
     gradient = linear.weight.grad
@@ -84,7 +86,7 @@ def matmul_flops_per_second(precision: Precision, device: torch.device) -> float
             break  # slow as it is, a larger one would only take long
         left = torch.randn(size, size, device=device).to(_DTYPES[precision])
         right = torch.randn(size, size, device=device).to(_DTYPES[precision])
-        best = max(best, _rate(lambda left=left, right=right: left @ right, device, _MATMUL_SECONDS / len(sizes),
+        best = max(best, _rate(partial(torch.matmul, left, right), device, _MATMUL_SECONDS / len(sizes),
                                work=2.0 * size**3))
     return best
 

@@ -36,7 +36,7 @@ _REAL_SIZES = (1, 2)
 _CPU = torch.device("cpu")
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages made while it is entered, fake or real, until they are freed.
 
     Args:
@@ -44,7 +44,7 @@ class StorageTracker(TorchDispatchMode):
     """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
@@ -122,7 +122,7 @@ def _probe(spec: ModelSpec, task: Task, precisions: Sequence[Precision], *, fake
 def _activations(
     task: Task, precisions: Sequence[Precision], choices: Sequence[Checkpointing], *, fake: bool
 ) -> Iterator[ActivationBytes]:
-    """All choices; precisions of equal width have equal bytes and are measured once. Without blocks there is no choice."""
+    """Every choice in every precision; those of equal width have equal bytes and are measured once."""
     sizes = _FAKE_SIZES if fake else _REAL_SIZES
     measured: dict[tuple[int, Checkpointing], ActivationBytes] = {}
     for precision in precisions:
@@ -162,7 +162,7 @@ def _run(task: Task, size: int, precision: Precision, checkpointing: Checkpointi
         wrap_outside(blocks, config)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
     batch = _on_mode(checked_batch(task, range(size)), mode)
     batch = cast_floating(batch, DTYPES[precision])
     tracker = StorageTracker([*model.parameters(), *model.buffers()])
@@ -170,7 +170,7 @@ def _run(task: Task, size: int, precision: Precision, checkpointing: Checkpointi
     with nullcontext() if mode is None else mode, tracker:
         loss = checked_loss(task, model, batch)
         saved = tracker.bytes
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     return _Bytes(saved=saved + inputs, peak=tracker.peak_bytes + inputs)
 
 
@@ -182,7 +182,7 @@ def _flops_per_sample(task: Task, *, fake: bool) -> float:
     batch = _on_mode(checked_batch(task, range(size)), mode)
     counter = FlopCounterMode(display=False, custom_mapping=_cpu_attention())
     with nullcontext() if mode is None else mode, counter:
-        checked_loss(task, model, batch).backward()
+        checked_loss(task, model, batch).backward()  # type: ignore[no-untyped-call]
     return counter.get_total_flops() / size
 
 
@@ -191,10 +191,10 @@ def _cpu_attention() -> dict[Any, Any]:
     ops = torch.ops.aten
 
     def forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return sdpa_flop_count(query, key, value)
+        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
     def backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return sdpa_backward_flop_count(grad, query, key, value)
+        return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
 
     return {ops._scaled_dot_product_flash_attention_for_cpu: forward,
             ops._scaled_dot_product_flash_attention_for_cpu_backward: backward}

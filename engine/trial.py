@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Literal, Protocol
 
 import torch
+from torch.nn import functional
 
 from engine.config import OptimizerConfig, TrainConfig, require_global_batch
 from engine.errors import DeviceMemoryLimitError
@@ -283,8 +284,8 @@ def _mean_phases(record: _Record, mean_step_seconds: float) -> PhaseSeconds:
 def warm_up_engine(context: RankContext) -> None:
     """Run tiny trials once, so that code and buffers that are loaded or made on first use are there. Collective."""
     for precision in _WARM_UP_PRECISIONS:
-        square = torch.ones(1024, 1024, device=context.device, dtype=DTYPES[precision])
-        square @ square  # has the library take its scratch memory
+        wide = torch.ones(1024, 512, device=context.device, dtype=DTYPES[precision])
+        functional.linear(wide, wide.repeat(4, 1))  # has the library take the scratch memory that it then keeps
         request = TrialRequest(
             model=GptSpec(kind="gpt", layers=1, hidden=64, heads=1, vocab=64, sequence_length=32),
             optimizer=OptimizerConfig(), config=TrainConfig(precision=precision, zero_stage=2, micro_batch_size=2),

@@ -194,7 +194,7 @@ def report_of(failure: Failure, request: WorkerRequest, *, log_tail: str) -> Rep
 
 
 def _cause(failures: list[Failure]) -> Failure:
-    """The first failure that echoes no other; of ranks that fail alike the lowest, so that it is told alike each time."""
+    """The first failure that echoes no other; of ranks that fail alike the lowest, to tell it alike each time."""
     first = min(failures, key=lambda failure: (failure.echo, failure.at_seconds))
     alike = [failure for failure in failures if failure.text == first.text and failure.echo == first.echo]
     return min(alike, key=lambda failure: failure.rank)
