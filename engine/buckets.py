@@ -11,8 +11,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 8
-"""Parameters and shards begin at multiples of this many elements: 16 bytes in 16 bit, as vector loads like it."""
+ALIGNMENT = 16
+"""Parameters and shards begin at multiples of this many elements: a cache line in fp32.
+
+So wherever a parameter is cut, each element meets the same vector or scalar path of a fused fp32 optimizer kernel, and
+weights do not depend on bucket sizes in any bit.
+"""
 
 SMALLEST_CUT = 4096
 """Elements below which cutting a bucket into several all-gathers costs latency and saves nothing."""

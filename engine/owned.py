@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.buckets import Bucket, ManagedParameter
+from engine.buckets import ALIGNMENT, Bucket, ManagedParameter
 from engine.errors import ConfigurationError
 from engine.offload import HostMemory, Transfers
 from engine.stages.base import Stage
@@ -110,7 +110,7 @@ class Offload:
 def make_parts(bucket: Bucket, stage: Stage, groups: dict[nn.Parameter, int], offload: Offload) -> list[Part]:
     """The parts of one bucket, masters filled with the parameters' initial values."""
     masters, parameters = stage.take_masters(bucket), stage.parameters(bucket)
-    on_host = round(offload.ratio * masters.numel())
+    on_host = round(offload.ratio * masters.numel() / ALIGNMENT) * ALIGNMENT
     cut = masters.numel() - on_host
     parts: list[Part] = []
     if cut:

@@ -3,23 +3,16 @@
 from collections.abc import Callable
 
 import pytest
-from torch import nn
 
 from engine import OptimizerConfig, TrainConfig
 from engine.report import StateBytes
 from engine.trainer import storage_bytes
-from tests.engine.training import FEATURES, Setup, loss_of, micro_batches, run_step, start
+from tests.engine.training import FEATURES, Setup, loss_of, micro_batches, run_step, start, wide
 from tests.support.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
 
 BUCKET = 2_000
-
-
-def wide() -> nn.Module:
-    """About 100,000 parameters, in ten equal blocks, one of them 4 % of the whole."""
-    layers = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, 300), nn.Linear(300, FEATURES)) for _ in range(20))
-    return nn.Sequential(*layers, nn.Linear(FEATURES, 1))
 
 
 def _held(config: TrainConfig) -> tuple[StateBytes, int, int]:

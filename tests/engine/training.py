@@ -185,3 +185,9 @@ class Tower(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return self.leave(hidden)
+
+
+def wide() -> nn.Module:
+    """About 100,000 parameters in twenty equal blocks."""
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, 300), nn.Linear(300, FEATURES)) for _ in range(20))
+    return nn.Sequential(*layers, nn.Linear(FEATURES, 1))

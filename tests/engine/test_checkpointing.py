@@ -1,0 +1,222 @@
+"""Activation checkpointing and compilation by blocks."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine import ConfigurationError, TrainConfig
+from engine.blocks import find_blocks
+from engine.stages.parameter_sharded import ParameterSharded
+from engine.trainer import initialize
+from tests.engine.training import (
+    FEATURES,
+    Setup,
+    Tower,
+    Weights,
+    assert_same_weights,
+    built,
+    loss_of,
+    micro_batches,
+    reference,
+    start,
+    train,
+)
+from tests.support.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+@stages
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpointed_blocks_train_the_same(ranks: RanksOf, stage: int, checkpointing: str, world_size: int) -> None:
+    config = TrainConfig.model_validate({"zero_stage": stage, "activation_checkpointing": checkpointing,
+                                         "prefetch_bucket_size": 1})
+    setup = Setup(Tower, config)
+    assert_same_weights(ranks(world_size).run(train, setup), reference(setup))
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(FEATURES, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(2))
+        self.leave = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+def test_recomputation_repeats_dropout(ranks: RanksOf) -> None:
+    kept = [ranks(2).run(train, Setup(Dropped, TrainConfig.model_validate({"activation_checkpointing": choice}), steps=2))
+            for choice in ("none", "full", "selective")]
+    for history in kept[1:]:
+        assert all(torch.equal(history[0][-1][name], value) for name, value in kept[0][0][-1].items())
+
+
+class PartlyFrozen(nn.Module):
+    """Blocks of a frozen layer, then a trainable one; the first one's input needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES))
+                                    for _ in range(3))
+        for block in self.blocks:
+            block[0].requires_grad_(False)  # type: ignore[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(1, keepdim=True)
+
+
+def _train_partly_frozen(setup: Setup) -> tuple[list[Weights], list[int]]:
+    trainer = start(setup)
+    stage = trainer._stage
+    history, gathered = [], []
+    for step in range(setup.steps):
+        for inputs, target in micro_batches(step, accumulation=setup.config.gradient_accumulation_steps):
+            trainer.backward(loss_of(trainer(inputs), target))
+            trainer.step()
+            gathered.append(stage.gathered_bytes() if isinstance(stage, ParameterSharded) else 0)
+        history.append(trainer.consolidated_state_dict())
+    trainer.close()
+    return history, gathered
+
+
+@stages
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_frozen_layer_in_a_checkpointed_block(ranks: RanksOf, stage: int, checkpointing: str) -> None:
+    config = TrainConfig.model_validate({"zero_stage": stage, "activation_checkpointing": checkpointing,
+                                         "gradient_accumulation_steps": 2})
+    setup = Setup(PartlyFrozen, config)
+    results = ranks(2).run(_train_partly_frozen, setup)
+    assert_same_weights([history for history, _ in results], reference(setup))
+    assert all(gathered == [0] * 10 for _, gathered in results)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(32, 96)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + functional.gelu(self.out(mixed.transpose(1, 2).reshape(x.shape)))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _saved_bytes(checkpointing: str) -> int:
+    """Bytes that a forward pass leaves allocated for backward."""
+    config = TrainConfig.model_validate({"activation_checkpointing": checkpointing})
+    trainer = start(Setup(Transformer, config))
+    with _Allocations() as allocations:
+        output = trainer(torch.randn(4, 64, 32))
+        total = allocations.live()
+    trainer.backward(output.mean())
+    trainer.close()
+    return total
+
+
+class _Allocations(torch.utils._python_dispatch.TorchDispatchMode):
+    """The bytes of tensors made inside that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[object, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        import weakref
+
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = (weakref.ref(storage), storage.nbytes())
+        return result
+
+    def live(self) -> int:
+        return sum(size for reference, size in self._storages.values() if reference() is not None)  # type: ignore[operator]
+
+
+def test_blocks_are_found() -> None:
+    tower = built(Tower)
+    assert find_blocks(tower) == list(tower.blocks)  # type: ignore[arg-type]
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) == []
+    assert find_blocks(nn.Sequential(nn.Tanh(), nn.Tanh())) == []
+
+
+def test_outermost_repetition_counts_and_all_lists_of_its_class() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+
+    model = nn.ModuleDict({"encoder": nn.ModuleList(Layer() for _ in range(2)), "adapters": nn.ModuleList(
+        nn.Linear(2, 2) for _ in range(9)), "decoder": nn.ModuleList(Layer() for _ in range(3))})
+    blocks = find_blocks(model)
+    assert len(blocks) == 5
+    assert all(isinstance(block, Layer) for block in blocks)
+
+
+@pytest.mark.parametrize("change", [{"activation_checkpointing": "full"}, {"compile": True}])
+def test_what_works_by_blocks_is_refused_without(change: dict[str, object]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with pytest.raises(ConfigurationError, match=next(iter(change))) as caught:
+        initialize(model, config=TrainConfig.model_validate(change))
+    assert caught.value.fields == (next(iter(change)),)
+
+
+def test_blocks_given_by_hand_are_checked() -> None:
+    model = built(Tower)
+    with pytest.raises(ConfigurationError, match="not a submodule"):
+        initialize(model, config=TrainConfig(), blocks=[nn.Linear(2, 2)])
+    with pytest.raises(ConfigurationError, match="twice"):
+        initialize(model, config=TrainConfig(), blocks=[model.blocks, model.blocks[0]])  # type: ignore[index, list-item]
+
+
+def _compiled(stage: int, checkpointing: str) -> list[Weights]:
+    torch._dynamo.reset()
+    config = TrainConfig.model_validate({"zero_stage": stage, "compile": True, "activation_checkpointing": checkpointing,
+                                         "precision": "fp32"})
+    return train(Setup(Tower, config, steps=3))
+
+
+@pytest.mark.parametrize(("stage", "checkpointing"), [(1, "none"), (2, "selective"), (3, "full")])
+def test_compiled_blocks_train_the_same(ranks: RanksOf, stage: int, checkpointing: str) -> None:
+    histories = ranks(1).run(_compiled, stage, checkpointing, timeout=250)
+    assert_same_weights(histories, reference(Setup(Tower, steps=3)), atol=1e-5)
+
+
+def test_compile_with_selective_checkpointing_is_refused_at_stage_3() -> None:
+    config = TrainConfig(zero_stage=3, compile=True, activation_checkpointing="selective")
+    with pytest.raises(ConfigurationError, match="use full or none, or a lower stage") as caught:
+        initialize(built(Tower), config=config)
+    assert "zero_stage" in caught.value.fields
+
+
+def test_checkpointing_keeps_less_the_more_it_recomputes(ranks: RanksOf) -> None:
+    none, selective, full = (ranks(1).run(_saved_bytes, choice)[0] for choice in ("none", "selective", "full"))
+    assert full < selective < none
+    one_tensor, random_states = 4 * 64 * 32 * 4, 4 * 6_000
+    assert full <= 7 * one_tensor + random_states  # the inputs of four blocks, their sum, the output

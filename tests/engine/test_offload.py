@@ -1,0 +1,132 @@
+"""Optimizer states and parameters on the host, at any ratio."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from engine import OptimizerConfig, TrainConfig
+from engine.offload import HostMemory
+from engine.report import StateBytes
+from tests.engine.training import (
+    FEATURES,
+    Awkward,
+    Setup,
+    assert_same_weights,
+    micro_batches,
+    reference,
+    run_step,
+    start,
+    train,
+    wide,
+)
+from tests.support.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+@stages
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_offloaded_optimizer_trains_the_same(ranks: RanksOf, stage: int, ratio: float, precision: str) -> None:
+    config = TrainConfig.model_validate({"zero_stage": stage, "offload_optimizer_ratio": ratio, "precision": precision,
+                                         "gradient_clipping": 0.3, "reduce_bucket_size": 150})
+    setup = Setup(Awkward, config)
+    histories = ranks(2).run(train, setup)
+    on_device = ranks(2).run(train, Setup(Awkward, config.model_copy(update={"offload_optimizer_ratio": 0.0})))
+    for ours, theirs in zip(histories[0], on_device[0], strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    if precision == "fp32":
+        assert_same_weights(histories, reference(setup))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_offloaded_parameters_train_the_same(ranks: RanksOf, precision: str) -> None:
+    config = TrainConfig.model_validate({"zero_stage": 3, "offload_param": True, "offload_optimizer_ratio": 0.5,
+                                         "precision": precision})
+    setup = Setup(Awkward, config)
+    histories = ranks(3).run(train, setup)
+    resident = ranks(3).run(train, Setup(Awkward, config.model_copy(update={"offload_param": False})))
+    for ours, theirs in zip(histories[1], resident[1], strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def _held(config: TrainConfig) -> tuple[StateBytes, int, int, int]:
+    trainer = start(Setup(wide, config))
+    for step in range(2):
+        run_step(trainer, step)
+    owned = sum(trainer._stage.parameters(bucket).numel() for bucket in trainer._stage.buckets)
+    result = trainer.state_bytes(), trainer.host_bytes, trainer.peak_host_bytes, owned
+    trainer.close()
+    return result
+
+
+@stages
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 1.0])
+def test_the_host_takes_its_ratio_of_the_states(ranks: RanksOf, stage: int, ratio: float) -> None:
+    config = TrainConfig(zero_stage=stage, offload_optimizer_ratio=ratio, precision="bf16")
+    for held, host_bytes, peak, owned in ranks(2).run(_held, config):
+        # Master and two moments, 12 bytes an element; padding has masters only, so the states are a little less.
+        assert held.host == pytest.approx(12 * owned * ratio, rel=0.05)
+        assert held.optimizer - held.host == pytest.approx(12 * owned * (1 - ratio), rel=0.05)
+        assert host_bytes == held.host
+        assert peak >= host_bytes
+
+
+def test_offloaded_parameters_are_counted_on_the_host(ranks: RanksOf) -> None:
+    config = TrainConfig(zero_stage=3, offload_param=True, precision="bf16")
+    held, host_bytes, _, owned = ranks(2).run(_held, config)[0]
+    assert held.parameters == 2 * owned
+    assert held.host == host_bytes == 2 * owned
+
+
+def _clipped_step(stage: int, ratio: float) -> tuple[float, float | None]:
+    setup = Setup(_steep, TrainConfig(zero_stage=stage, offload_optimizer_ratio=ratio, gradient_clipping=1.0),
+                  OptimizerConfig(name="sgd", lr=1.0))
+    trainer = start(setup)
+    before = trainer.consolidated_state_dict()
+    (inputs, _), = micro_batches(0, accumulation=1)
+    trainer.backward(trainer(torch.ones_like(inputs)).mean() * 10 / FEATURES**0.5)
+    norm = trainer.step().grad_norm
+    after = trainer.consolidated_state_dict()
+    trainer.close()
+    return float(torch.stack([(after[name] - before[name]).norm() for name in before]).norm()), norm
+
+
+def _steep() -> nn.Module:
+    return nn.Linear(FEATURES, 1, bias=False)
+
+
+@stages
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_the_host_updates_with_the_clipped_gradient(ranks: RanksOf, stage: int, ratio: float) -> None:
+    for moved, norm in ranks(2).run(_clipped_step, stage, ratio):
+        assert norm == pytest.approx(10.0, rel=1e-5)
+        assert moved == pytest.approx(1.0, rel=1e-5)
+
+
+def test_memory_that_cannot_be_pinned_is_used_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.empty
+
+    def refuse_pinning(*size: int, **options: object) -> torch.Tensor:
+        if options.pop("pin_memory", False):
+            raise RuntimeError("Cannot access accelerator device when none is available.")
+        return real(*size, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", refuse_pinning)
+    host = HostMemory(torch.device("cuda"))
+    tensor = host.empty(100, torch.float32)
+    assert tensor.shape == (100,)
+    assert not host.pinned
+    assert host.bytes == 400
+
+
+def test_host_memory_remembers_its_peak() -> None:
+    host = HostMemory(torch.device("cpu"))
+    host.empty(10, torch.float32)
+    host.note(also=100)
+    host.note()
+    assert (host.bytes, host.peak_bytes, host.pinned) == (40, 140, False)
