@@ -51,6 +51,30 @@ def test_the_own_task_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loss.item() == pytest.approx(sum(one_by_one) / 3, rel=1e-5)
 
 
+def test_the_own_task_is_tuned_where_it_is_allowed(tmp_path: Path) -> None:
+    study: dict[str, Any] = json.loads((EXAMPLES / "python_task" / "study.json").read_text())
+    study["model"]["arguments"] = {"channels": 8, "depth": 2}
+    study["search"] = {"sampler": "grid", "policy": QUICK, "space": {"zero_stage": [0, 2]}, "confirm_rounds": 0}
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(study))
+
+    def tune(allowed: str) -> subprocess.CompletedProcess[str]:
+        command = [Path(sys.executable).with_name("autotune"), "tune", file, "--format", "engine"]
+        return subprocess.run(
+            [*command, "--output", tmp_path / "best.json"],
+            capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path, stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(EXAMPLES / "python_task"), ALLOWED_TASKS_VARIABLE: allowed})
+
+    refused = tune("something.else")
+    assert refused.returncode == 2
+    assert "model.entry_point" in refused.stderr
+    done = tune("digits")
+    assert done.returncode == 0, done.stderr
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert best["model"]["entry_point"] == "digits:make_task"
+    assert best["config"]["zero_stage"] in (0, 2)
+
+
 def losses_of(command: list[str]) -> list[float]:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120,
                           check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
