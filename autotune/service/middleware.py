@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from autotune.domain.errors import StoreUnavailableError
 from autotune.service.auth import Auth
-from autotune.service.problems import answer, make_problem, problem_response, wants_html
+from autotune.service.problems import answer, make_problem, problem_response, unavailable_answer, wants_html
 
 API_PREFIX = "/api/v1"
 HEALTH_PATHS = ("/healthz", "/readyz")
@@ -148,7 +149,10 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        refusal = await self._refusal(request)
+        try:
+            refusal = await self._refusal(request)
+        except StoreUnavailableError as error:  # handlers of errors are further inside
+            refusal = unavailable_answer(request, error)
         await (refusal or self._app)(scope, receive, send)
 
     async def _refusal(self, request: Request) -> Response | None:

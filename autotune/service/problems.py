@@ -4,6 +4,8 @@ The handler of unexpected errors is one of the product's three places that catch
 internals, and the server logs the traceback.
 """
 
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -28,6 +30,8 @@ from autotune.service.fields import field_errors
 from engine.values import Value
 
 MEDIA_TYPE = "application/problem+json"
+
+_log = logging.getLogger(__name__)
 
 HtmlError = Callable[[Request, "Problem"], Response]
 """How the dashboard shows an error to a browser."""
@@ -135,13 +139,16 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(StoreUnavailableError)
     def unavailable(request: Request, error: StoreUnavailableError) -> Response:
-        return answer(request, make_problem(503, str(error)))
+        return unavailable_answer(request, error)
 
     @app.exception_handler(HTTPException)
     def http(request: Request, error: HTTPException) -> Response:
         if error.status_code in (204, 304):
             return Response(status_code=error.status_code, headers=error.headers)
-        return answer(request, make_problem(error.status_code, _http_detail(request, error)), error.headers)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = _allowed_methods(request) or headers.get("Allow", "")
+        return answer(request, make_problem(error.status_code, _http_detail(request, error)), headers)
 
     @app.exception_handler(Exception)
     def unexpected(request: Request, error: Exception) -> Response:
@@ -149,11 +156,25 @@ def install_handlers(app: FastAPI) -> None:
         return problem_response(make_problem(500, "an unexpected error; the server's log tells more"))
 
 
+def unavailable_answer(request: Request, error: StoreUnavailableError) -> Response:
+    """503. The cause is for the operator's log: readiness is asked by anyone, and names of hosts are not theirs."""
+    _log.warning("%s", error)
+    return answer(request, make_problem(503, "the database cannot be used now; the server's log tells why"))
+
+
+def _allowed_methods(request: Request) -> str:
+    """All methods that the API documents for a path; the router itself knows those of one handler only."""
+    for template, operations in request.app.openapi()["paths"].items():
+        if re.fullmatch(re.sub(r"\{[^}]+\}", "[^/]+", template), request.url.path):
+            return ", ".join(sorted(method.upper() for method in operations))
+    return ""
+
+
 def _http_detail(request: Request, error: HTTPException) -> str:
     if error.status_code == 404:
         return f"no such path: {request.url.path}"
     if error.status_code == 405:
-        return f"{request.url.path} does not have {request.method}"
+        return f"{request.url.path} does not have the method {request.method}"
     return str(error.detail)
 
 

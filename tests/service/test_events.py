@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from autotune.domain.errors import StoreUnavailableError
 from autotune.domain.study import EventKind, StudyState
 from autotune.service.queries import Queries
 from autotune.store import Database
@@ -140,6 +141,22 @@ def test_the_servers_stop_ends_the_stream(app: FastAPI, client: TestClient, data
     with later(app.state.services.stopping.set):
         events = read(client, study_id)
     assert [event["event"] for event in events] == ["state"]
+
+
+def test_a_database_that_goes_away_ends_the_stream_in_order(
+        client: TestClient, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    study_id = queued(database)
+    looks, events_after = 0, Queries.events_after
+
+    def look(*arguments: Any, **named: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            raise StoreUnavailableError("gone")
+        return events_after(*arguments, **named)
+
+    monkeypatch.setattr(Queries, "events_after", look)
+    assert [event["event"] for event in read(client, study_id)] == ["state"]
 
 
 def test_a_quiet_stream_sends_comments(client: TestClient, app: FastAPI, database: Database,

@@ -31,6 +31,11 @@ def test_unknown_paths_and_methods_are_problems(client: TestClient, method: str,
     assert ("allow" in response.headers) is (status == 405)
 
 
+def test_a_refused_method_is_told_all_that_the_path_has(client: TestClient) -> None:
+    assert client.put("/api/v1/studies").headers["allow"] == "GET, POST"
+    assert client.put(f"/api/v1/studies/{'0' * 32}").headers["allow"] == "DELETE, GET"
+
+
 def test_a_bug_is_answered_without_internals(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret detail")
@@ -48,13 +53,14 @@ def test_readiness_follows_the_database(anonymous: TestClient, database: Databas
     from autotune.domain.errors import StoreUnavailableError
 
     def unreachable(_: Database) -> None:
-        raise StoreUnavailableError("cannot use the database sqlite:///x")
+        raise StoreUnavailableError("cannot use the database postgresql://inner-host/x")
 
     assert anonymous.get("/readyz").json() == {"status": "ready"}
     monkeypatch.setattr(Database, "check", unreachable)
     response = anonymous.get("/readyz")
     assert response.status_code == 503
     assert response.json()["type"] == "urn:autotune:problem:unavailable"
+    assert "inner-host" not in response.text  # anyone may ask
     assert anonymous.get("/healthz").status_code == 200
 
 
@@ -118,6 +124,18 @@ def test_two_applications_keep_metrics_apart(app: FastAPI, client: TestClient, d
     other = create_app(database, make_settings())
     with TestClient(other, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {TOKEN}"}) as second:
         assert not [key for key in read_metrics(second) if ("route", "/healthz") in key[1]]
+
+
+@pytest.mark.parametrize("path", ["/api/v1/studies", "/metrics", "/"])
+def test_a_database_out_of_reach_is_503_for_every_request(path: str, make_settings: Callable[..., Settings]) -> None:
+    from autotune.service.app import create_app
+
+    database = Database("postgresql://me:hidden@127.0.0.1:1/x")
+    with TestClient(create_app(database, make_settings()), base_url="http://127.0.0.1") as client:
+        response = client.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
+    assert response.status_code == 503
+    assert response.headers["content-type"] == "application/problem+json"
+    assert "hidden" not in response.text
 
 
 class TestOpenApi:

@@ -1,6 +1,7 @@
 """Server-sent events of a study: `Last-Event-ID` resumes without loss or duplicates, the stream ends with the study."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Annotated
 
@@ -9,13 +10,15 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from autotune.domain.errors import NotFoundError
+from autotune.domain.errors import NotFoundError, StoreUnavailableError
 from autotune.domain.study import Event, EventKind, StudyState
 from autotune.service.api.parameters import LastEventId, StudyId
 from autotune.service.problems import responses
 from autotune.service.state import QueriesDep, Services, ServicesDep
 
 router = APIRouter(prefix="/studies/{study_id}/events", tags=["events"])
+
+_log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
 STATE_CHECK_POLLS = 8
@@ -41,8 +44,11 @@ async def follow(study_id: StudyId, last_id: Annotated[int, Depends(_something_t
     while nothing happens.
     """
     yield ServerSentEvent(comment=f"study {study_id}", retry=RECONNECT_MILLISECONDS)
-    async for event in _events(services, study_id, last_id):
-        yield ServerSentEvent(data=event, event=event.kind.value, id=str(event.id))
+    try:
+        async for event in _events(services, study_id, last_id):
+            yield ServerSentEvent(data=event, event=event.kind.value, id=str(event.id))
+    except StoreUnavailableError as error:
+        _log.warning("a stream ends, to be taken up again: %s", error)
 
 
 async def _events(services: Services, study_id: str, last_id: int) -> AsyncIterator[Event]:
