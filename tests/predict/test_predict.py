@@ -180,10 +180,11 @@ def test_activations_grow_with_the_micro_batch_by_what_was_measured() -> None:
     assert four.device_bytes["workspace"] == 4 * MIB
 
 
-def test_on_a_cpu_the_heap_that_stays_resident_counts() -> None:
-    cpu, cuda = (prediction(model_profile(), TrainConfig.model_validate({}), device_type=kind).peak_device_bytes
-                 for kind in ("cpu", "cuda"))
-    assert cpu - cuda == 64 * MIB
+def test_on_a_cpu_the_scratch_memory_of_its_libraries_counts() -> None:
+    for precision, scratch in (("fp32", 0), ("bf16", 12 * MIB)):
+        cpu, cuda = (prediction(model_profile(), TrainConfig.model_validate({"precision": precision}),
+                                device_type=kind).peak_device_bytes for kind in ("cpu", "cuda"))
+        assert cpu - cuda == scratch
 
 
 def test_for_a_small_model_with_large_buckets_stage_0_needs_least() -> None:

@@ -9,9 +9,9 @@ from tests.search.support import MIB, hardware_profile, model_profile, study_pla
 
 
 def test_every_point_is_either_a_candidate_or_rejected_with_a_reason() -> None:
-    plan = study_plan(study_request(memory_limit_bytes=184 * MIB))
+    plan = study_plan(study_request(memory_limit_bytes=120 * MIB))
     assert len(plan.candidates) + len(plan.rejections) == len(plan.space.points)
-    assert all(candidate.prediction.peak_device_bytes <= 184 * MIB for candidate in plan.candidates)
+    assert all(candidate.prediction.peak_device_bytes <= 120 * MIB for candidate in plan.candidates)
     assert plan.candidates
     summary = plan.summary()
     assert summary.points == len(plan.space.points)
@@ -60,7 +60,7 @@ def test_the_default_takes_the_largest_micro_batch_that_should_fit() -> None:
     roomy = study_plan(study_request(space={"micro_batch_size": "auto", "zero_stage": "auto"}))
     assert (roomy.default.micro_batch_size, roomy.default.gradient_accumulation_steps) == (16, 1)
     tight = study_plan(study_request(space={"micro_batch_size": "auto", "zero_stage": "auto"},
-                                     memory_limit_bytes=214 * MIB))
+                                     memory_limit_bytes=150 * MIB))
     assert (tight.default.micro_batch_size, tight.default.gradient_accumulation_steps) == (4, 4)
     assert tight.default.zero_stage == 0
     assert tight.baseline == tight.default
@@ -68,7 +68,7 @@ def test_the_default_takes_the_largest_micro_batch_that_should_fit() -> None:
 
 def test_the_user_s_baseline_is_measured_as_given_even_if_it_should_not_fit() -> None:
     plan = study_plan(study_request(baseline={"micro_batch_size": 16}, space={"micro_batch_size": "auto"},
-                                    memory_limit_bytes=214 * MIB))
+                                    memory_limit_bytes=150 * MIB))
     assert plan.baseline.micro_batch_size == 16
     assert plan.default.micro_batch_size == 4
 
@@ -80,7 +80,7 @@ def test_nothing_fits_says_so_down_to_the_smallest_micro_batch() -> None:
 
 
 def test_it_travels_to_another_process_as_its_inputs() -> None:
-    plan = study_plan(study_request(memory_limit_bytes=184 * MIB))
+    plan = study_plan(study_request(memory_limit_bytes=120 * MIB))
     packed = pickle.dumps(plan)
     assert len(packed) < 10_000
     assert pickle.loads(packed) == plan
