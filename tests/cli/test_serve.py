@@ -56,10 +56,14 @@ def test_it_announces_the_dashboards_link(tmp_path: Path) -> None:
         [sys.executable, "-m", "autotune.cli", "serve", "--no-scheduler", "--port", "0", "--data-dir", str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=clean_environment())
     assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(3)]
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 0
-    process.stdout.close()
+    try:
+        lines = [process.stdout.readline() for _ in range(3)]
+        process.send_signal(signal.SIGINT)  # may come before it listens: it counts all the same
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
     url, link, token = (line.split()[-1] for line in lines)
     assert url.startswith("http://127.0.0.1:")
     assert link == f"{url}/login#token={token}"  # what follows the # stays in the browser
