@@ -130,7 +130,7 @@ Placed = dict[str, tuple[str, ...]]
 
 def place_errors(errors: Iterable[FieldError], *, kind: str) -> tuple[Placed, tuple[FieldError, ...]]:
     """Problems by the form's field, and those that no field stands for."""
-    known = set(default_values()) | {f"search.space.{knob}" for knob in CHOICES}
+    known = {*default_values(), "search.space", *(f"search.space.{knob}" for knob in CHOICES)}
     placed: Placed = {}
     general: list[FieldError] = []
     for error in errors:
@@ -138,7 +138,8 @@ def place_errors(errors: Iterable[FieldError], *, kind: str) -> tuple[Placed, tu
         if field is None:
             general.append(error)
         else:
-            placed[field] = (*placed.get(field, ()), error.message)
+            inner = error.field.removeprefix(f"{field}.") if error.field.startswith(f"{field}.") else ""
+            placed[field] = (*placed.get(field, ()), f"{inner}: {error.message}" if inner else error.message)
     return placed, tuple(general)
 
 

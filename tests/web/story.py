@@ -83,11 +83,15 @@ class Story:
             return cls(database, tx.studies.get(study_id))
 
     def claim(self) -> None:
-        with self.database.begin() as tx:
-            claimed = tx.studies.claim("story", lease_seconds=3600, max_devices=64)
-        assert claimed is not None
-        assert claimed.id == self.study.id
-        self.study = claimed
+        """Begin to work on the study; whatever waits before it is put out of the way."""
+        while True:
+            with self.database.begin() as tx:
+                claimed = tx.studies.claim("story", lease_seconds=3600, max_devices=64)
+                assert claimed is not None
+                if claimed.id == self.study.id:
+                    self.study = claimed
+                    return
+                tx.studies.finish(claimed.id, claimed.lease_epoch, StudyState.CANCELLED)
 
     def phase(self, phase: StudyPhase) -> None:
         with self.database.begin() as tx:

@@ -34,16 +34,14 @@
     return value >= 1000 ? `${(value / 1000).toPrecision(3)} s` : `${value.toPrecision(3)} ms`;
   }
 
-  let ended = false;
+  const FINAL = ["succeeded", "failed", "cancelled"];
   document.addEventListener("htmx:sse:after:message", (event) => {
     const message = event.detail.message;
     if (message.event === "trial_progress") { showProgress(message.data); return; }
-    if (message.event === "state") ended = ["succeeded", "failed", "cancelled"].includes(JSON.parse(message.data).data.state);
     refreshSoon();
+    // The stream ends with the study: without its element there is no connecting again.
+    if (message.event === "state" && FINAL.includes(JSON.parse(message.data).data.state)) event.target.remove();
   });
-
-  // The stream ends with the study: then there is nothing to connect to again.
-  document.addEventListener("htmx:sse:before:connection", (event) => { if (ended) event.preventDefault(); });
 
   // Whatever happened before the stream stood is caught up with.
   document.addEventListener("htmx:sse:after:connection", () => { setConnected(true); refreshSoon(); });
