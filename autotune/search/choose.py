@@ -22,8 +22,7 @@ class Choice(Value):
     Attributes:
         confirmed: measured again.
         speedup: tokens per second over the baseline's; None where the baseline has no valid measurement.
-        tie_with: numbers of trials that may be as fast: their intervals overlap that of the fastest. The one that
-            needs least memory wins among them.
+        tie_with: numbers of trials that may be as fast: their intervals overlap the winner's.
     """
 
     trial_number: int
@@ -61,7 +60,7 @@ def finalists(trials: Sequence[Trial], count: int) -> list[int]:
 
 
 def choose(trials: Sequence[Trial], *, among: Sequence[int] | None = None) -> Choice | None:
-    """The winner: the fastest, or among those that may be as fast the one that needs least memory.
+    """The winner: the fastest; among equally fast ones that which needs least memory.
 
     Args:
         trials: of one study, in any order.
@@ -75,9 +74,8 @@ def choose(trials: Sequence[Trial], *, among: Sequence[int] | None = None) -> Ch
     eligible = [number for number in rates if among is None or number in among] or list(rates)
     if not eligible:
         return None
-    fastest = max(eligible, key=lambda number: (rates[number].tokens_per_second, -number))
-    tied = [number for number in eligible if rates[number].interval[1] >= rates[fastest].interval[0]]
-    winner = min(tied, key=lambda number: (_peak(by_number[number]), -rates[number].tokens_per_second, number))
+    winner = min(eligible, key=lambda number: (-rates[number].tokens_per_second, _peak(by_number[number]), number))
+    tied = [number for number in eligible if rates[number].interval[1] >= rates[winner].interval[0]]
     trial, rate = by_number[winner], rates[winner]
     baseline = next((other for other in trials if other.role is TrialRole.BASELINE), None)
     baseline_rate = rates.get(baseline.number) if baseline is not None else None

@@ -74,13 +74,20 @@ class TestWinner:
         assert choice is not None
         assert choice.trial_number == 0
 
-    def test_ties_go_to_less_memory_and_are_declared(self) -> None:
+    def test_the_fastest_wins_and_a_tie_is_declared(self) -> None:
         trials = [finished(0, config(zero_stage=0), measurement(2.0, 2.01)),
                   finished(1, config(zero_stage=1), measurement(1.00, 1.02, 0.98, peak_device_bytes=300 * MIB)),
                   finished(2, config(zero_stage=2), measurement(1.01, 1.03, 0.99, peak_device_bytes=200 * MIB))]
         choice = choose(trials)
         assert choice is not None
-        assert (choice.trial_number, choice.tie_with) == (2, (1,))
+        assert (choice.trial_number, choice.tie_with) == (1, (2,))
+
+    def test_among_equally_fast_ones_less_memory_wins(self) -> None:
+        trials = [finished(0, config(zero_stage=0), measurement(1.0, 1.02, peak_device_bytes=300 * MIB)),
+                  finished(1, config(zero_stage=1), measurement(1.0, 1.02, peak_device_bytes=200 * MIB))]
+        choice = choose(trials)
+        assert choice is not None
+        assert (choice.trial_number, choice.tie_with) == (1, (0,))
 
     def test_a_clear_lead_is_no_tie(self) -> None:
         trials = [finished(0, config(), measurement(2.0, 2.01, 1.99, peak_device_bytes=MIB)),
