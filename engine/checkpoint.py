@@ -9,7 +9,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ from engine.stages import Stage
 from engine.update import OwnedUpdate
 
 _PROGRESS = "progress.json"
+
+_KERNEL_CHOICES = ("fused", "foreach", "capturable")
+"""Options of a group that say how its device computes, not what."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +80,17 @@ def save_checkpoint(state: TrainingState, progress: Progress, path: Path) -> Non
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
     state.ranks.barrier()
-    entries: dict[str, Any] = _model_entries(state)
-    for piece in state.update.slices:
-        for key, value in state.update.optimizer.state.get(piece.tensor, {}).items():
-            if isinstance(value, Tensor):
-                name = f"optimizer/{piece.managed.name}/{key}"
-                if value.shape == piece.tensor.shape and value.dim():
-                    shard = entries.setdefault(name, FlatShard(piece.managed.parameter.numel()))
-                    shard.pieces[piece.start] = value
-                else:
-                    entries[name] = value
+    entries = _model_entries(state)
+    numbers = _add_optimizer_states(state, entries)
     with _single_process_is_fine():
         save(entries, checkpoint_id=new, planner=FlatSavePlanner(), process_group=state.ranks.group,
                  no_dist=state.ranks.group is None)
+    every_rank = state.ranks.gather_objects(numbers)
     if state.ranks.rank == 0:
         groups = [{key: value for key, value in group.items() if key != "params" and _is_plain(value)}
                   for group in state.update.optimizer.param_groups]
-        (new / _PROGRESS).write_text(json.dumps({"steps": progress.steps, "skipped_steps": progress.skipped_steps,
-                                                 "loss_scale": progress.loss_scale, "groups": groups}))
+        merged = {name: value for numbers in every_rank for name, value in numbers.items()}
+        (new / _PROGRESS).write_text(json.dumps({**asdict(progress), "groups": groups, "optimizer_numbers": merged}))
         _replace(path, new)
     state.ranks.barrier()
 
@@ -111,30 +107,17 @@ def load_checkpoint(state: TrainingState, path: Path) -> Progress:
     metadata = reader.read_metadata()
     entries = _model_entries(state)
     _require_same_parameters(entries, metadata, path)
-    optimizer = state.update.optimizer
-    optimizer.state.clear()
-    saved_states = _saved_states(metadata)
-    for piece in state.update.slices:
-        for name, size in saved_states.get(piece.managed.name, {}).items():
-            key, numel = name.rsplit("/", 1)[1], piece.managed.parameter.numel()
-            if size.size == torch.Size([numel]):
-                value = torch.zeros_like(piece.tensor)
-                shard = entries.setdefault(name, FlatShard(numel))
-                shard.pieces[piece.start] = value
-            else:
-                value = _scalar_like(optimizer, piece.tensor, piece.group, size.properties.dtype)
-                entries.setdefault(name, value)
-            optimizer.state[piece.tensor][key] = value
+    saved = json.loads((path / _PROGRESS).read_text())
+    _expect_optimizer_states(state, entries, metadata, saved["optimizer_numbers"])
     with _single_process_is_fine():
         load(entries, storage_reader=reader, planner=FlatLoadPlanner(), process_group=state.ranks.group,
-                 no_dist=state.ranks.group is None)
+             no_dist=state.ranks.group is None)
     _share_scalars(state, entries)
-    progress = json.loads((path / _PROGRESS).read_text())
-    for group, saved in zip(optimizer.param_groups, progress["groups"], strict=False):
-        group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in saved.items()
-                      if key not in ("fused", "foreach", "capturable")})
+    for group, values in zip(state.update.optimizer.param_groups, saved["groups"], strict=False):
+        group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value
+                      for key, value in values.items() if key not in _KERNEL_CHOICES})
     state.update.publish()
-    return Progress(progress["steps"], progress["skipped_steps"], progress["loss_scale"])
+    return Progress(saved["steps"], saved["skipped_steps"], saved["loss_scale"])
 
 
 def _model_entries(state: TrainingState) -> dict[str, Any]:
@@ -163,13 +146,46 @@ def _model_entries(state: TrainingState) -> dict[str, Any]:
     return entries
 
 
-def _saved_states(metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
-    """Of each parameter, the optimizer states in a checkpoint, by their names there."""
-    states: dict[str, dict[str, TensorStorageMetadata]] = {}
+def _add_optimizer_states(state: TrainingState, entries: dict[str, Any]) -> dict[str, float]:
+    """Add this rank's states to what is saved; those that are plain numbers are returned, by the same names."""
+    numbers: dict[str, float] = {}
+    for piece in state.update.slices:
+        for key, value in state.update.optimizer.state.get(piece.tensor, {}).items():
+            name = f"optimizer/{piece.managed.name}/{key}"
+            if not isinstance(value, Tensor):
+                if _is_plain(value):
+                    numbers[name] = value
+            elif value.shape == piece.tensor.shape:
+                entries.setdefault(name, FlatShard(piece.managed.parameter.numel())).pieces[piece.start] = value
+            else:
+                entries[name] = value
+    return numbers
+
+
+def _expect_optimizer_states(state: TrainingState, entries: dict[str, Any], metadata: Metadata,
+                             numbers: dict[str, float]) -> None:
+    """Make room for the states that a checkpoint has of this rank's slices, and drop the present ones."""
+    optimizer = state.update.optimizer
+    optimizer.state.clear()
+    saved: dict[str, dict[str, TensorStorageMetadata]] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if name.startswith("optimizer/") and isinstance(entry, TensorStorageMetadata):
-            states.setdefault(name.split("/", 1)[1].rsplit("/", 1)[0], {})[name] = entry
-    return states
+            saved.setdefault(name.split("/", 1)[1].rsplit("/", 1)[0], {})[name] = entry
+    for piece in state.update.slices:
+        parameter, numel = piece.managed.name, piece.managed.parameter.numel()
+        for name, entry in saved.get(parameter, {}).items():
+            if entry.size == torch.Size([numel]):
+                value = torch.zeros_like(piece.tensor)
+                entries.setdefault(name, FlatShard(numel)).pieces[piece.start] = value
+            else:
+                value = _scalar_like(optimizer, piece.tensor, piece.group, entry.properties.dtype)
+                entries.setdefault(name, value)
+            optimizer.state[piece.tensor][name.rsplit("/", 1)[1]] = value
+        prefix = f"optimizer/{parameter}/"
+        optimizer.state[piece.tensor].update({name.removeprefix(prefix): number for name, number in numbers.items()
+                                              if name.rpartition("/")[0] + "/" == prefix})
+        if not optimizer.state[piece.tensor]:
+            del optimizer.state[piece.tensor]
 
 
 def _scalar_like(optimizer: torch.optim.Optimizer, tensor: Tensor, group: int, dtype: torch.dtype) -> Tensor:
@@ -184,7 +200,7 @@ def _share_scalars(state: TrainingState, entries: dict[str, Any]) -> None:
     for piece in state.update.slices:
         states = state.update.optimizer.state.get(piece.tensor, {})
         for key, value in states.items():
-            entry = entries[f"optimizer/{piece.managed.name}/{key}"]
+            entry = entries.get(f"optimizer/{piece.managed.name}/{key}")
             if isinstance(entry, Tensor) and entry is not value:
                 value.copy_(entry)
 

@@ -4,22 +4,23 @@ What is saved knows nothing of ranks, stages or buckets: a 1-D tensor per parame
 together again, in other pieces, on loading.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
-@dataclass(eq=False)
 class FlatShard:
-    """This rank's pieces of a tensor (numel,): they begin at `starts`."""
+    """This rank's pieces of a tensor (numel,), by where they start.
 
-    numel: int
-    pieces: dict[int, Tensor] = field(default_factory=dict)
+    Not a dataclass: torch.distributed.checkpoint takes those apart.
+    """
+
+    def __init__(self, numel: int, pieces: dict[int, Tensor] | None = None) -> None:
+        self.numel, self.pieces = numel, pieces or {}
 
     def size(self) -> torch.Size:
         return torch.Size([self.numel])
@@ -58,6 +59,11 @@ class FlatLoadPlanner(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
+                       is_coordinator: bool = False) -> None:
+        # Not the default's, which makes meta tensors real and drops whatever is no tensor while at it.
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = self.state_dict[index.fqn]

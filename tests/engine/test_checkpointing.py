@@ -56,8 +56,9 @@ class Dropped(nn.Module):
 
 
 def test_recomputation_repeats_dropout(ranks: RanksOf) -> None:
-    kept = [ranks(2).run(train, Setup(Dropped, TrainConfig.model_validate({"activation_checkpointing": choice}), steps=2))
-            for choice in ("none", "full", "selective")]
+    configs = [TrainConfig.model_validate({"activation_checkpointing": choice})
+               for choice in ("none", "full", "selective")]
+    kept = [ranks(2).run(train, Setup(Dropped, config, steps=2)) for config in configs]
     for history in kept[1:]:
         assert all(torch.equal(history[0][-1][name], value) for name, value in kept[0][0][-1].items())
 
@@ -67,8 +68,8 @@ class PartlyFrozen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES))
-                                    for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES)) for _ in range(3))
         for block in self.blocks:
             block[0].requires_grad_(False)  # type: ignore[index]
 
@@ -197,8 +198,8 @@ def test_blocks_given_by_hand_are_checked() -> None:
 
 def _compiled(stage: int, checkpointing: str) -> list[Weights]:
     torch._dynamo.reset()
-    config = TrainConfig.model_validate({"zero_stage": stage, "compile": True, "activation_checkpointing": checkpointing,
-                                         "precision": "fp32"})
+    config = TrainConfig.model_validate({"zero_stage": stage, "compile": True,
+                                         "activation_checkpointing": checkpointing})
     return train(Setup(Tower, config, steps=3))
 
 

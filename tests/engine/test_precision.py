@@ -139,7 +139,8 @@ def test_norm_of_large_sixteen_bit_gradients_is_finite(ranks: RanksOf, stage: in
         assert norm == pytest.approx(500 * math.sqrt(100_000), rel=1e-3)
 
 
-def _with_overflows(stage: int, optimizer: OptimizerConfig, overflowing: tuple[int, ...], offload: float) -> dict[str, Any]:
+def _with_overflows(stage: int, optimizer: OptimizerConfig, overflowing: tuple[int, ...],
+                    offload: float) -> dict[str, Any]:
     """Trains in fp16, with an infinite gradient on rank 1 (or 0 alone) at the given steps."""
     config = TrainConfig(zero_stage=stage, precision="fp16", initial_scale_power=10, hysteresis=1,
                          offload_optimizer_ratio=offload)

@@ -17,6 +17,10 @@ Weights = dict[str, Tensor]
 Optimizer = OptimizerConfig | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+_PLAIN = TrainConfig()
+_ADAMW = OptimizerConfig(lr=0.01, weight_decay=0.1)
+
+
 @dataclass(frozen=True)
 class Setup:
     """What is trained and how; micro-batch size follows from the number of ranks.
@@ -26,8 +30,8 @@ class Setup:
     """
 
     build: Callable[[], nn.Module]
-    config: TrainConfig = TrainConfig()
-    optimizer: Optimizer = OptimizerConfig(lr=0.01, weight_decay=0.1)
+    config: TrainConfig = _PLAIN
+    optimizer: Optimizer = _ADAMW
     steps: int = 5
 
 
@@ -141,7 +145,8 @@ class Block(nn.Module):
 
 
 class Awkward(nn.Module):
-    """All that layouts stumble over: tied, frozen, zero-dimensional, empty, odd-sized, transposed parameters; buffers."""
+    """All that layouts stumble over: tied, frozen, zero-dimensional, empty, odd-sized, transposed parameters, buffers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
