@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from autotune.domain.errors import LaunchError
@@ -17,7 +18,7 @@ from autotune.scheduler.launcher.devices import DeviceType, find_devices
 from autotune.scheduler.launcher.rank import Event, RankGone, RankProcess
 from autotune.scheduler.launcher.watch import Watch, WatchLimits, report_of
 from engine.process import available_memory_bytes, host_memory_bytes, resident_memory
-from engine.report import TrialProgress, WorkerRequest
+from engine.report import Outcome, TrialProgress, WorkerRequest
 from engine.wire import Command, RankReady, WorkerSettings
 
 _TICK_SECONDS = 0.1
@@ -105,6 +106,7 @@ class LocalWorkerGroup:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._directory = Path(tempfile.mkdtemp(prefix="autotune-group-"))
         self._healthy = False
+        self._closing = False
         self._gone = False
 
     @property
@@ -171,6 +173,9 @@ class LocalWorkerGroup:
         assert watch.report is not None
         if watch.failure is None:
             return watch.report
+        if self._closing:
+            closed = replace(watch.failure, outcome=Outcome.CANCELLED, detail="the worker group was closed meanwhile")
+            return report_of(closed, request, log_tail="")
         tail = self._ranks[watch.failure.rank].log.last(_LOG_TAIL_BYTES)
         return report_of(watch.failure, request, log_tail=tail)
 
@@ -182,6 +187,7 @@ class LocalWorkerGroup:
 
     async def close(self) -> None:
         self._healthy = False
+        self._closing = True
         if self._gone:
             return
         for rank in self._ranks:

@@ -119,8 +119,10 @@ class Watch:
         self._decide(now)
 
     def see_memory(self, rank: int, resident_bytes: int, now: float) -> None:
-        """Take in how much a rank holds."""
+        """Take in how much a rank holds; 0 of one that has ended tells nothing."""
         seen = self._ranks[rank]
+        if not resident_bytes:
+            return
         seen.resident_bytes = resident_bytes
         limit = self.limits.guarded_bytes
         if limit is not None and seen.baseline_bytes and seen.grown_bytes > limit:

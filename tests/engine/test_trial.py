@@ -1,0 +1,252 @@
+"""A trial measures what it says: the right steps, times, losses, bytes, and a step for every failure. One rank."""
+
+import math
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import OptimizerConfig, TrainConfig
+from engine.errors import BatchSizeError, DeviceMemoryLimitError
+from engine.memory import ResidentMeter, check_limit
+from engine.ranks import RankContext
+from engine.report import Measurement, MeasurePolicy, Outcome, TrialProgress, TrialReport, TrialRequest
+from engine.spec import ALLOWED_TASKS_VARIABLE, GptSpec
+from engine.tasks import build_task
+from engine.trial import SilentReporter, run_trial
+from tests.support import tasks
+
+CONTEXT = RankContext(rank=0, world_size=1, device=torch.device("cpu"))
+GPT = GptSpec(kind="gpt", layers=2, hidden=64, heads=2, vocab=256, sequence_length=32)
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _set_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(ALLOWED_TASKS_VARIABLE, tasks.MODULE)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _request(
+    model: Any, *, policy: MeasurePolicy | None = None, limit: int | None = None, **config: Any
+) -> TrialRequest:
+    made = TrainConfig.model_validate({"micro_batch_size": 2, **config})
+    return TrialRequest(model=model, optimizer=OptimizerConfig(), config=made, memory_limit_bytes=limit,
+                        global_batch_size=made.global_batch_size(1),
+                        policy=policy or MeasurePolicy(max_warmup_steps=2, min_steps=2, max_steps=2))
+
+
+def _run(model: Any, *, deadline_seconds: float = math.inf, reporter: Any = None, **options: Any) -> TrialReport:
+    report, _ = run_trial(_request(model, **options), CONTEXT, reporter or SilentReporter(),
+                          deadline_seconds=deadline_seconds)
+    return report
+
+
+def _measured(model: Any, **options: Any) -> Measurement:
+    report = _run(model, **options)
+    assert report.outcome is Outcome.OK
+    assert report.measurement is not None
+    return report.measurement
+
+
+class _Listener(SilentReporter):
+    def __init__(self) -> None:
+        self.heard: list[TrialProgress] = []
+
+    def progress(self, progress: TrialProgress) -> None:
+        self.heard.append(progress)
+
+
+def test_warm_up_steps_are_reported_apart_and_do_not_count() -> None:
+    """Two slow steps at first, then fast ones, beat steps that are always of middling speed."""
+    policy = MeasurePolicy(max_warmup_steps=8, min_steps=10, max_steps=10)
+    slow_start = _measured(tasks.spec("sleeps", first=[0.6, 0.6], then=0.01), policy=policy)
+    middling = _measured(tasks.spec("sleeps", then=0.06), policy=policy)
+    assert slow_start.tokens_per_second > middling.tokens_per_second
+    assert slow_start.warmup_seconds[0] >= 0.6
+    assert slow_start.warmup_seconds[1] >= 0.6
+    assert len(slow_start.warmup_seconds) >= 3
+    assert min(slow_start.step_seconds) < 0.1
+    assert len(slow_start.losses) == len(slow_start.warmup_seconds) + len(slow_start.step_seconds)
+
+
+def test_throughput_is_samples_over_seconds_and_tokens_a_constant_times_that() -> None:
+    measurement = _measured(tasks.spec("sleeps", then=0.2, tokens_per_sample=7), micro_batch_size=3,
+                            gradient_accumulation_steps=2)
+    mean = fmean(measurement.step_seconds)
+    assert mean >= 0.4  # two micro-batches
+    assert measurement.samples_per_second == pytest.approx(6 / mean)
+    assert measurement.tokens_per_second == pytest.approx(7 * measurement.samples_per_second)
+    low, high = measurement.tokens_per_second_interval
+    assert low < measurement.tokens_per_second < high
+
+
+def test_phases_sum_to_the_mean_step_time() -> None:
+    measurement = _measured(GPT, gradient_accumulation_steps=2)
+    phases = measurement.phases
+    total = phases.data + phases.forward + phases.backward + phases.step
+    assert total == pytest.approx(fmean(measurement.step_seconds), rel=1e-6)
+    assert min(phases.data, phases.forward, phases.backward, phases.step) > 0
+
+
+@pytest.mark.parametrize(("policy", "steps"), [
+    (MeasurePolicy(max_warmup_steps=1, min_steps=2, max_steps=30, target_relative_interval=10), 2),
+    (MeasurePolicy(max_warmup_steps=1, min_steps=4, max_steps=30, target_relative_interval=10), 4),
+    (MeasurePolicy(max_warmup_steps=1, min_steps=2, max_steps=6, target_relative_interval=1e-9), 6),
+    (MeasurePolicy(max_warmup_steps=1, min_steps=20, max_steps=30, max_seconds=1e-6), 2),
+])
+def test_measuring_ends_when_enough_is_known(policy: MeasurePolicy, steps: int) -> None:
+    assert len(_measured(tasks.spec("toy"), policy=policy).step_seconds) == steps
+
+
+def test_measuring_ends_before_the_deadline() -> None:
+    policy = MeasurePolicy(max_warmup_steps=8, min_steps=20, max_steps=20)
+    measurement = _measured(tasks.spec("sleeps", then=0.2), policy=policy, deadline_seconds=1.0)
+    assert 2 <= len(measurement.step_seconds) < 6
+    assert "measuring was cut short by the trial's deadline" in measurement.notes
+
+
+def test_step_times_that_never_settle_are_noted() -> None:
+    policy = MeasurePolicy(max_warmup_steps=4, min_steps=2, max_steps=2)
+    measurement = _measured(tasks.spec("sleeps", first=[0.0, 0.2, 0.0, 0.2], then=0.0), policy=policy)
+    assert len(measurement.warmup_seconds) == 4
+    assert measurement.notes == ("step time was not steady after 4 warm-up steps",)
+
+
+def test_losses_are_those_of_plain_training() -> None:
+    """Against a loop without the engine: one process, the whole global batch."""
+    measurement = _measured(GPT, micro_batch_size=2, gradient_accumulation_steps=3, zero_stage=2)
+    task = build_task(GPT)
+    torch.manual_seed(0)
+    model = task.build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    expected = []
+    for step in range(len(measurement.losses)):
+        loss = task.loss(model, task.batch(range(step * 6, step * 6 + 6)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert measurement.losses == pytest.approx(expected, abs=1e-4)
+
+
+def test_equal_requests_give_equal_losses() -> None:
+    assert _measured(GPT).losses == _measured(GPT).losses
+    other = TrialRequest.model_validate({**_request(GPT).model_dump(), "seed": 1})
+    report, _ = run_trial(other, CONTEXT, SilentReporter())
+    assert report.measurement is not None
+    assert report.measurement.losses != _measured(GPT).losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_compute_dtype_is_read_from_the_parameters(precision: str) -> None:
+    measurement = _measured(GPT, precision=precision)
+    assert measurement.compute_dtype == precision
+    parameters = sum(parameter.numel() for parameter in build_task(GPT).build_model().parameters())
+    width = 4 if precision == "fp32" else 2
+    assert measurement.state_bytes.parameters == pytest.approx(parameters * width, rel=0.02)
+    assert (measurement.world_size, measurement.threads_per_rank) == (1, 1)
+
+
+def test_progress_is_told_step_by_step() -> None:
+    listener = _Listener()
+    _run(tasks.spec("toy"), reporter=listener)
+    assert [(progress.phase, progress.step) for progress in listener.heard] == [
+        ("setup", 0), ("warmup", 0), ("warmup", 1), ("measuring", 2), ("measuring", 3)]
+    assert listener.heard[1].step_seconds is None
+    assert listener.heard[2].step_seconds is not None
+
+
+def test_a_failure_is_told_with_its_step() -> None:
+    listener = _Listener()
+    with pytest.raises(ValueError, match="boom"):
+        _run(tasks.spec("raises", rank=0, step=3), reporter=listener)
+    assert listener.heard[-1].step == 3
+
+
+def test_a_loss_that_is_not_finite_ends_the_trial() -> None:
+    report = _run(tasks.spec("becomes_nan", step=3))
+    assert report.outcome is Outcome.NON_FINITE
+    assert report.failed_step == 3
+    report = _run(tasks.spec("becomes_nan", step=4),
+                  policy=MeasurePolicy(max_warmup_steps=2, min_steps=9, max_steps=9))
+    assert report.measurement is not None
+    assert report.measurement.losses[4] is None
+    assert None not in report.measurement.losses[:4]
+
+
+def test_steps_that_are_never_applied_are_no_result() -> None:
+    """A loss scale beyond what fp16 holds overflows every gradient."""
+    report = _run(GPT, precision="fp16", loss_scale=2.0**60)
+    assert report.outcome is Outcome.NON_FINITE
+    assert report.detail == "gradients were not finite in 4 of 4 steps: too few were applied"
+
+
+def test_skipped_steps_are_counted() -> None:
+    policy = MeasurePolicy(max_warmup_steps=8, min_steps=4, max_steps=4)
+    measurement = _measured(GPT, precision="fp16", initial_scale_power=24, hysteresis=1, policy=policy)
+    assert 0 < measurement.skipped_steps < len(measurement.losses)
+
+
+def test_a_need_that_comes_with_a_later_step_is_out_of_memory_at_that_step() -> None:
+    for step in (1, 3):
+        report = _run(tasks.spec("needs_memory", step=step, megabytes=200), limit=100 * MIB)
+        assert report.outcome is Outcome.OOM_DEVICE
+        assert report.failed_step == step
+        assert f"exceeds the memory limit of {100 * MIB} at step {step}" in report.detail
+        assert report.peak_device_bytes == pytest.approx(200 * MIB, rel=0.05)
+
+
+def test_optimizer_states_count_though_they_come_with_the_first_step() -> None:
+    """Parameters, gradients and activations fit; the two states do not."""
+    size = 2000 * 2000 * 4
+    toy = tasks.spec("toy", width=2000, depth=4)
+    needed = _run(toy).peak_device_bytes
+    assert needed is not None
+    assert needed > 4 * 4 * size
+    report = _run(toy, limit=int(3.5 * 4 * size))
+    assert report.outcome is Outcome.OOM_DEVICE
+    assert report.failed_step == 0
+    assert _run(toy, limit=int(needed * 1.1)).outcome is Outcome.OK
+
+
+def test_the_longest_sample_must_fit_too() -> None:
+    report = _run(tasks.spec("longest", megabytes=200), limit=100 * MIB)
+    assert report.outcome is Outcome.OOM_DEVICE
+    assert report.failed_step == 4
+    assert report.measurement is not None
+    without_limit = _measured(tasks.spec("longest", megabytes=200))
+    assert without_limit.peak_device_bytes == pytest.approx(200 * MIB, rel=0.02)
+    assert len(without_limit.losses) == 4
+
+
+def test_a_configuration_that_does_not_make_the_global_batch_is_refused() -> None:
+    request = _request(GPT).model_copy(update={"global_batch_size": 3})
+    with pytest.raises(BatchSizeError, match="3 != 2\\*1\\*1"):
+        run_trial(request, CONTEXT, SilentReporter())
+
+
+def test_the_resident_meter_sees_what_was_held_at_once() -> None:
+    meter = ResidentMeter()
+    meter.start(None)
+    first = torch.ones(50 * MIB // 4)
+    del first
+    second = torch.ones(80 * MIB // 4)
+    assert meter.peak_device_bytes(0) == pytest.approx(80 * MIB, rel=0.05)
+    assert meter.peak_device_bytes(30 * MIB) == pytest.approx(50 * MIB, rel=0.05)
+    assert meter.finish() == pytest.approx(80 * MIB, rel=0.05)
+    del second
+    meter.start(None)
+    assert meter.peak_device_bytes(0) < 4 * MIB
+
+
+def test_the_limit_itself_may_be_reached() -> None:
+    check_limit(100, 100)
+    check_limit(100, None)
+    with pytest.raises(DeviceMemoryLimitError, match="peak of 101 device bytes exceeds the memory limit of 100"):
+        check_limit(101, 100)
