@@ -19,7 +19,7 @@ MAX_NESTING = 4
 MAX_PARAMETERS = 6
 
 SOURCE = ("engine", "autotune", "web")
-ALL_CODE = (*SOURCE, "tests", "examples", "benchmarks", "alembic")
+ALL_CODE = (*SOURCE, "tests", "examples", "benchmarks", "docs", "alembic")
 
 CONTRACT = ("engine.config", "engine.errors", "engine.process", "engine.profile", "engine.report", "engine.run_file",
             "engine.spec", "engine.statistics", "engine.values", "engine.wire")
@@ -73,7 +73,7 @@ LONG_FUNCTIONS: dict[tuple[str, str], str] = {
     ("alembic/versions/0001_first_schema.py", "upgrade"): "a migration is a list of tables, written once",
 }
 
-MAY_PRINT = ("examples/", "benchmarks/", "tests/")
+MAY_PRINT = ("examples/", "benchmarks/", "docs/", "tests/")
 """Scripts for people; everything else writes through rich or logging."""
 
 NOT_OUR_TEXT = ("web/static/vendor/",)

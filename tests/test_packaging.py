@@ -49,6 +49,15 @@ def test_makes_targets_are_the_documented_ones() -> None:
     assert re.findall(r"^make (\w+)", done.stdout, re.MULTILINE) == ["setup", "demo", "test", "check", "clean"]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_links_to_files_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    named = re.findall(r"`((?:engine|autotune|web|docs|examples|docker|tests|alembic)/[\w./-]*)`", text)
+    missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    assert missing + [path for path in named if not (ROOT / path).exists()] == []
+
+
 @pytest.mark.parametrize("script", [".ci/run", ".ci/venv", ".ci/system", "docker/entrypoint"])
 def test_scripts_are_executable_and_parse(script: str) -> None:
     path = ROOT / script
