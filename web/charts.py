@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.domain.study import Trial
 from autotune.domain.throughput import Throughput, shown_throughput
-from engine.report import Outcome
+from engine.report import Measurement, Outcome
 from web import format as fmt
 from web.measured import fastest, peak_device_bytes
 from web.words import trial_cue
@@ -71,10 +71,10 @@ def throughput_against_memory(trials: Sequence[Trial], *, limit_bytes: int | Non
 
 
 def step_times(trial: Trial) -> Figure:
-    """Milliseconds of every step, run by run; discarded warm-up steps hollow, the mean of the measured ones dashed."""
+    """Milliseconds of every step, run by run; discarded warm-up steps hollow, the mean that counts dashed."""
     data: list[Figure] = []
     for index, run in enumerate(trial.measurements):
-        name = "first run" if index == 0 else f"repeat {index}"
+        name = _run_name(index, run)
         colour = f"var(--series-{index % 4})"
         warm = len(run.warmup_seconds)
         if warm:
@@ -85,8 +85,8 @@ def step_times(trial: Trial) -> Figure:
                             name, marker={"color": colour, "size": 7}) | {"legendgroup": name})
     for entry in data:
         entry["hovertemplate"] = "step %{x}: %{y:.4g} ms<extra>%{fullData.name}</extra>"
-    samples = trial.step_samples
-    shapes, annotations = _horizontal(1e3 * sum(samples) / len(samples), "mean") if samples else ([], [])
+    rate = shown_throughput(trial)
+    shapes, annotations = _horizontal(1e3 * rate.step_seconds, "mean") if rate else ([], [])
     layout = _layout("optimizer step of the run", "milliseconds", shapes=shapes, annotations=annotations)
     layout["yaxis"] |= {"rangemode": "tozero"}
     return {"data": data, "layout": layout}
@@ -96,7 +96,7 @@ def losses(trial: Trial) -> Figure:
     """The loss of every step, warm-up included; a gap where it was not finite."""
     data: list[Figure] = []
     for index, run in enumerate(trial.measurements):
-        name = "first run" if index == 0 else f"repeat {index}"
+        name = _run_name(index, run)
         data.append({"type": "scatter", "mode": "lines+markers", "name": name, "x": list(range(len(run.losses))),
                      "y": list(run.losses), "connectgaps": False,
                      "line": {"color": f"var(--series-{index % 4})", "width": 1.5}, "marker": {"size": 5},
@@ -181,6 +181,11 @@ def _hover(trial: Trial) -> str:
     if trial.detail and rate is None:
         lines.append(trial.detail if len(trial.detail) <= 90 else trial.detail[:90] + " …")
     return "<br>".join(html.escape(line, quote=False).replace("\n", " ") for line in lines)
+
+
+def _run_name(index: int, run: Measurement) -> str:
+    name = "first run" if index == 0 else f"repeat {index}"
+    return f"{name} (contended)" if run.contended else name
 
 
 def _points(x: Sequence[float], y: Sequence[float], name: str, *, marker: Figure) -> Figure:

@@ -201,6 +201,12 @@ class TrialPage:
     previous: int | None
     next: int | None
 
+    @property
+    def some_contended(self) -> bool:
+        """Whether some runs, but not all, were taken under contention: these do not count."""
+        marks = {run.contended for run in self.trial.measurements}
+        return marks == {True, False}
+
 
 def study_row(study: Study) -> StudyRow:
     """A study in one line."""
@@ -243,13 +249,13 @@ def trial_page(study: Study, trial: Trial, trials: Sequence[Trial]) -> TrialPage
 
 
 def devices_text(study: Study) -> str:
-    """``2 × CPU`` and the like, with the device's name once it is known."""
+    """How many of which: ``2 × CPU``, and by the device's name once it is known."""
     hardware = study.request.hardware
-    name = study.best.hardware_profile.device_name if study.best else None
-    kind = "devices" if hardware.device == "auto" and hardware.devices > 1 else "device"
-    text = f"{hardware.devices} × {hardware.device.upper()}" if hardware.device != "auto" else (
-        f"{hardware.devices} {kind}")
-    return f"{text} · {name}" if name else text
+    if study.best is not None:
+        return f"{hardware.devices} × {study.best.hardware_profile.device_name}"
+    if hardware.device != "auto":
+        return f"{hardware.devices} × {hardware.device.upper()}"
+    return "1 device" if hardware.devices == 1 else f"{hardware.devices} devices"
 
 
 def memory_limit(study: Study) -> int | None:

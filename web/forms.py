@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.domain.errors import FieldError
+from autotune.domain.request import SearchRequest
 
 EXAMPLE: dict[str, Any] = {
     "name": "gpt-tiny",
@@ -18,7 +19,7 @@ EXAMPLE: dict[str, Any] = {
     "training": {"global_batch_size": 32, "optimizer": {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1},
                  "gradient_clipping": 1.0},
     "hardware": {"device": "auto", "devices": 1, "memory_limit_bytes": None},
-    "search": {"sampler": "tpe", "seed": 0},
+    "search": {"sampler": SearchRequest().sampler, "seed": 0},
     "budget": {"max_trials": 20, "max_seconds": 600},
 }
 """What the form and the editor start with."""
@@ -74,7 +75,8 @@ def default_values() -> dict[str, str]:
         "training.optimizer.name": "adamw", "training.optimizer.lr": "3e-4",
         "training.optimizer.weight_decay": str(training["optimizer"]["weight_decay"]),
         "training.gradient_clipping": str(training["gradient_clipping"]), "hardware.device": "auto",
-        "hardware.devices": "1", "hardware.memory_limit_bytes": "", "memory_unit": "GiB", "search.sampler": "tpe",
+        "hardware.devices": "1", "hardware.memory_limit_bytes": "", "memory_unit": "GiB",
+        "search.sampler": EXAMPLE["search"]["sampler"],
         "search.seed": "0", "space": "default", "search.space.micro_batch_size": "",
         "budget.max_trials": str(budget["max_trials"]), "budget.max_seconds": str(budget["max_seconds"])}
 

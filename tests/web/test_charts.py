@@ -102,6 +102,12 @@ class TestOneTrial:
         assert names(charts.step_times(repeated)) == [
             "warm-up, first run", "first run", "warm-up, repeat 1", "repeat 1"]
 
+    def test_a_run_under_contention_is_named_and_does_not_move_the_mean(self) -> None:
+        disturbed = measurement(0.4, peak_mib=1, contended=True)
+        figure = charts.step_times(trial(0, 0.2, repeats=(disturbed,)))
+        assert names(figure)[-1] == "repeat 1 (contended)"
+        assert figure["layout"]["shapes"][0]["y0"] == pytest.approx(200, rel=0.03)
+
     def test_a_loss_that_is_not_finite_is_a_gap(self) -> None:
         run = measurement(0.2, peak_mib=1, losses=(4.0, None, 3.5))
         line = charts.losses(trial(0, measurement=run))["data"][0]
