@@ -56,14 +56,15 @@ class Ranks:
         self.sent_bytes = 0
         self._owned = owned
         self._tag = 0
-        self._pairwise = group is not None and device.type == "cpu" and "gloo" in dist.get_backend(group)
-        self.has_host_transport = group is not None and "gloo" in dist.get_backend(group)
+        self.has_host_transport = group is not None and "cpu:gloo" in dist.get_backend_config(group)
+        self._pairwise = self.has_host_transport and device.type == "cpu"
 
-    def reduce_scatter(self, full: Tensor, *, dtype: torch.dtype) -> PendingSum:
+    def reduce_scatter(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
         """Sum `full` over the ranks; each gets its own slice.
 
         Args:
-            full: (size * n,) in the dtype to send in. Left to the collective until waited for; contents then undefined.
+            full: (size * n,). Left to the collective until waited for; contents then undefined.
+            wire: dtype to send in.
             dtype: of the result.
 
         Returns:
@@ -71,6 +72,7 @@ class Ranks:
         """
         if self.size == 1:
             return _Done(full.to(dtype))
+        full = full.to(wire)
         self._count("reduce_scatter", full.numel() // self.size * (self.size - 1) * full.element_size())
         slices = full.view(self.size, -1)
         if self._pairwise:
@@ -83,10 +85,11 @@ class Ranks:
         work = _reduce_scatter_flat(result, full, group=self.group, async_op=True)
         return _NativeSum(work, result, dtype, keep=full)
 
-    def all_reduce(self, full: Tensor, *, dtype: torch.dtype) -> PendingSum:
-        """Sum `full` (n,) over the ranks, in place; the result has `dtype`."""
+    def all_reduce(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
+        """Sum `full` (n,) over the ranks, sent in `wire`; in place where all dtypes agree. The result has `dtype`."""
         if self.size == 1:
             return _Done(full.to(dtype))
+        full = full.to(wire)
         self._count("all_reduce", 2 * full.numel() * (self.size - 1) // self.size * full.element_size())
         work = dist.all_reduce(full, group=self.group, async_op=True)
         return _NativeSum(work, full, dtype, keep=full)

@@ -109,10 +109,7 @@ class GradientBuckets:
     def discard(self) -> None:
         """Drop everything and start a new window."""
         self.finish()
-        for state in self.states:
-            state.local, state.reduced = None, None
-            state.filled.clear()
-        self._held_bytes = 0
+        self._drop()
 
     def start_window(self) -> None:
         """Forget which parameters were used; `peak_bytes` starts anew with the next gradient."""
@@ -123,8 +120,15 @@ class GradientBuckets:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.discard()
+        self._queue.clear()
+        self._drop()
         self.on_complete = None
+
+    def _drop(self) -> None:
+        for state in self.states:
+            state.local, state.reduced = None, None
+            state.filled.clear()
+        self._held_bytes = 0
 
     def _register(self, state: BucketGradients, slot: Slot) -> RemovableHandle:
         def accept(parameter: Tensor) -> None:

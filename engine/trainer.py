@@ -95,11 +95,13 @@ class Trainer:
     """A model in training on this rank, together with the other ranks. Made by `initialize`.
 
     Attributes:
-        module: the model; its parameters are the engine's, in the compute dtype.
+        module: the model; its parameters are the engine's, in the compute dtype. At stage 3 they have values only
+            while the modules that they belong to run, and are NaN otherwise.
         optimizer: the torch optimizer, over this rank's 1-D slices of parameters; learning-rate schedulers attach here.
         config: as given.
         device: computing on.
         rank, data_parallel_size: of this process, and of all.
+        steps: optimizer steps applied.
         skipped_steps: optimizer steps not applied because gradients overflowed.
         loss_scale: the present one.
     """
@@ -292,7 +294,10 @@ class Trainer:
         """The divisor with clipping as `torch.nn.utils.clip_grad_norm_` does it; gradients are divided once."""
         if not self.config.gradient_clipping or norm is None:
             return divisor
-        return divisor / min(1.0, self.config.gradient_clipping / (norm + 1e-6))
+        factor = self.config.gradient_clipping / (norm + 1e-6)
+        if factor == 0:  # infinite norm: finite gradients become 0, infinite ones nan, as there
+            return math.inf
+        return divisor / factor if not factor > 1 else divisor
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -88,4 +88,4 @@ class Stage(Protocol):
         """Those of them that live on the host."""
 
     def close(self) -> None:
-        """Remove all hooks and free all buffers."""
+        """Remove all hooks and free all buffers, without waiting for ranks that may have failed."""

@@ -91,8 +91,8 @@ class FlatParameters:
         return []
 
     def close(self) -> None:
-        self.finish_publishing()
         self.gradients.close()
+        self._published = []
 
     def _place(self, bucket: Bucket, context: StageContext) -> Tensor:
         values = torch.empty(bucket.size, dtype=context.optimizer_dtype(bucket), device=context.device)

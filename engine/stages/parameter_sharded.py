@@ -136,7 +136,10 @@ class ParameterSharded:
 
     def close(self) -> None:
         self.gradients.close()
-        self._release_all()
+        for unit in self._units:
+            unit.fulls, unit.arriving = None, ()
+        self._live.clear()
+        self._recent.clear()
         self._shards.clear()
         self._masters.clear()
 
@@ -260,7 +263,7 @@ class ParameterSharded:
     # Reducing
 
     def _reduce(self, bucket: Bucket, local: Tensor) -> PendingSum:
-        return self.ranks.reduce_scatter(local.to(self._dtypes.wire), dtype=self._dtypes.held)
+        return self.ranks.reduce_scatter(local, wire=self._dtypes.wire, dtype=self._dtypes.held)
 
     def _leave(self, unit: Unit) -> None:
         """The next unit of a backward pass is reached."""

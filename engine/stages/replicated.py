@@ -16,7 +16,7 @@ class Replicated(FlatParameters):
         return slice(0, bucket.size)
 
     def reduce(self, bucket: Bucket, local: Tensor) -> PendingSum:
-        return self.ranks.all_reduce(local.to(self.dtypes.wire), dtype=self.dtypes.held)
+        return self.ranks.all_reduce(local, wire=self.dtypes.wire, dtype=self.dtypes.held)
 
     def publish(self, bucket: Bucket) -> None:
         """Every rank made the same update."""

@@ -27,7 +27,7 @@ from tests.engine.training import (
     start,
     train,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import RankPool, Ranks
 
 RanksOf = Callable[[int], Ranks]
 
@@ -404,3 +404,28 @@ def test_training_twice_in_one_process_gives_the_same(ranks: RanksOf, stage: int
     first, second = ranks(2).run(train, setup), ranks(2).run(train, setup)
     for ours, theirs in zip(first[0], second[0], strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _fails_midway(stage: int) -> str:
+    """One rank's backward fails while the other's reductions wait for it; closing must not."""
+    trainer = start(Setup(perceptron, TrainConfig(zero_stage=stage, reduce_bucket_size=10)))
+    (inputs, target), = micro_batches(0, accumulation=1)
+    loss = loss_of(trainer(inputs), target)
+    if trainer.rank == 0:
+        trainer.close()
+        return "failed"
+    states = trainer._stage.gradients
+    states.begin_pass(reduce=True)
+    states.launch(states.states[0])
+    del loss
+    trainer.close()
+    return "closed"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_closing_does_not_wait_for_a_rank_that_failed(stage: int) -> None:
+    pool = RankPool()
+    try:
+        assert pool.run(2, _fails_midway, stage, timeout=30) == ["failed", "closed"]
+    finally:
+        pool.close()

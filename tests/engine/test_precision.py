@@ -352,3 +352,48 @@ def test_optimizer_in_compute_precision_has_no_masters(ranks: RanksOf) -> None:
     stuck, moved = ranks(2).run(_compute_precision_loses_small_updates)[0]
     assert stuck
     assert moved == pytest.approx(1 - 20 * 1e-4, abs=1e-6)
+
+
+def _infinite_gradient(stage: int) -> Weights:
+    """A step with clipping on a gradient with one infinite element."""
+    trainer = start(Setup(OneAway4, TrainConfig(zero_stage=stage, gradient_clipping=1.0),
+                          OptimizerConfig(name="sgd", lr=0.1)))
+    trainer.backward(trainer(torch.tensor([1.0, math.inf, 2.0, 3.0])).sum())
+    trainer.step()
+    weights = trainer.consolidated_state_dict()
+    trainer.close()
+    return weights
+
+
+class OneAway4(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+@stages
+def test_clipping_an_infinite_gradient_does_as_torch_does(ranks: RanksOf, stage: int) -> None:
+    model = OneAway4()
+    model(torch.tensor([1.0, math.inf, 2.0, 3.0])).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for weights in ranks(2).run(_infinite_gradient, stage):
+        torch.testing.assert_close(weights["weight"], model.weight.detach(), equal_nan=True)
+
+
+def _uneven_sums(precision: str) -> float:
+    config = TrainConfig.model_validate({"precision": precision, "gradient_accumulation_steps": 3})
+    trainer = start(Setup(OneWeight, config, OptimizerConfig(name="sgd", lr=1.0)))
+    for value in (256.0, 1.0, 1.0):
+        trainer.backward(trainer(torch.full((1,), value)).sum())
+        trainer.step()
+    weight = float(trainer.consolidated_state_dict()["weight"])
+    trainer.close()
+    return weight
+
+
+def test_one_rank_does_not_round_its_sum_to_sixteen_bit(ranks: RanksOf) -> None:
+    assert ranks(1).run(_uneven_sums, "bf16") == [pytest.approx(-258 / 3, rel=1e-6)]  # in bf16 256 + 1 is 256
