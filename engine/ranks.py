@@ -81,7 +81,6 @@ def backend_for(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device)
 
 
-def set_threads(device: torch.device, count: int = 1) -> None:
-    """Fix the computing threads of a rank: on CPU one per device, whatever the environment says."""
-    if device.type == "cpu":
-        torch.set_num_threads(count)
+def set_threads(count: int) -> None:
+    """Fix the computing threads of this process, whatever its environment says."""
+    torch.set_num_threads(count)

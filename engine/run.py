@@ -82,7 +82,8 @@ def _context(world_size: int, device_type: str) -> "RankContext":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = "cpu" if accelerator is None else accelerator.type
     device = default_device(device_type, local_rank)
-    set_threads(device)
+    if device.type == "cpu":
+        set_threads(1)  # as trials do: a device is a core
     if world_size > 1:
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

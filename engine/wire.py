@@ -18,6 +18,7 @@ class WorkerSettings(Value):
     parent_pid: int = Field(description="the rank dies with this process")
     control_fd: int = Field(description="inherited socket to the launcher")
     rendezvous_file: str
+    threads: int = Field(description="computing threads")
     host_devices: int = Field(description="devices of this kind on the host, which share its memory on CPU")
 
 

@@ -106,7 +106,7 @@ def _join(settings: WorkerSettings) -> "RankContext":
     from engine.trial import warm_up_engine
 
     device = default_device(settings.device_type, settings.device_index)
-    set_threads(device)
+    set_threads(settings.threads)
     join_group(rank=settings.rank, world_size=settings.world_size, device=device,
                rendezvous_file=settings.rendezvous_file)
     context = RankContext(

@@ -13,11 +13,8 @@ from engine.errors import ConfigurationError
 from engine.report import MeasurePolicy, TrialRequest
 from engine.run import main
 from engine.run_file import RunFile, load_run_file
-from engine.spec import GptSpec
 from tests.support import tasks
 from tests.support.trials import TINY_GPT, run, run_once
-
-GPT = GptSpec(kind="gpt", layers=2, hidden=64, heads=2, vocab=256, sequence_length=32)
 
 
 def _run_file(ranks: int = 1, **changes: Any) -> RunFile:
@@ -35,7 +32,8 @@ def test_two_ranks_reproduce_a_trials_losses_bit_for_bit(config: TrainConfig, tm
     run_file = _run_file(2, config=config)
     request = TrialRequest(
         model=run_file.model, optimizer=run_file.optimizer, config=config, seed=7,
-        global_batch_size=run_file.global_batch_size, policy=MeasurePolicy(max_warmup_steps=3, min_steps=3, max_steps=3))
+        global_batch_size=run_file.global_batch_size,
+        policy=MeasurePolicy(max_warmup_steps=3, min_steps=3, max_steps=3))
     report = run(run_once(request, ranks=2))
     assert report.measurement is not None
     losses = report.measurement.losses

@@ -35,6 +35,11 @@ def find_devices(device_type: DeviceType = "auto") -> HostDevices:
     return HostDevices("cpu", cpu_name(), _cores())
 
 
+def threads_per_rank(device_type: str, host_devices: int) -> int:
+    """On CPU a device is a core and has one thread; beside an accelerator, its share of the host's cores."""
+    return 1 if device_type == "cpu" else max(len(_cores()) // max(host_devices, 1), 1)
+
+
 def _cores() -> tuple[int, ...]:
     """Cores that this process may use, as many as a container's quota pays for."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

@@ -14,7 +14,7 @@ from pathlib import Path
 from autotune.domain.errors import LaunchError
 from autotune.domain.hardware import Device
 from autotune.scheduler.launcher.base import Report, ignore_progress
-from autotune.scheduler.launcher.devices import DeviceType, find_devices
+from autotune.scheduler.launcher.devices import DeviceType, find_devices, threads_per_rank
 from autotune.scheduler.launcher.rank import Event, RankGone, RankProcess
 from autotune.scheduler.launcher.watch import Watch, WatchLimits, report_of
 from engine.process import available_memory_bytes, host_memory_bytes, resident_memory
@@ -133,7 +133,7 @@ class LocalWorkerGroup:
             settings = WorkerSettings(
                 rank=number, world_size=len(self.devices), device_type=device.device_type, device_index=device.index,
                 parent_pid=0, control_fd=0, rendezvous_file=str(self._directory / "rendezvous"),
-                host_devices=host_devices)
+                threads=threads_per_rank(device.device_type, host_devices), host_devices=host_devices)
             try:
                 self._ranks.append(await RankProcess.spawn(settings, self._events, log_limit_bytes=log_limit_bytes))
             except OSError as error:

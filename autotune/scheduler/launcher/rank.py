@@ -66,7 +66,7 @@ class RankProcess:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "engine.worker", settings.model_dump_json(), stdin=asyncio.subprocess.DEVNULL,
                 stdout=log_write, stderr=log_write, pass_fds=(theirs.fileno(),), start_new_session=True,
-                env=worker_environment())
+                env=worker_environment(threads=settings.threads))
         except BaseException:
             ours.close()
             os.close(log_read)
