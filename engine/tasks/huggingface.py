@@ -46,7 +46,7 @@ def build_huggingface_task(spec: HuggingFaceSpec, *, seed: int = 0) -> Task:
 class CausalLmTask:
     """Next-token prediction on arithmetic progressions of token ids, as the bundled `gpt`."""
 
-    def __init__(self, config: Any, from_config: Callable[[Any], Any], *, sequence_length: int, seed: int) -> None:
+    def __init__(self, config: Any, from_config: Callable[..., Any], *, sequence_length: int, seed: int) -> None:
         text = config.get_text_config()
         limit = getattr(text, "max_position_embeddings", None)
         if isinstance(limit, int) and 0 < limit < sequence_length:
@@ -63,8 +63,8 @@ class CausalLmTask:
         return self._length
 
     def build_model(self) -> nn.Module:
-        model: nn.Module = self._from_config(self._config)
-        return model.float().train()
+        model: nn.Module = self._from_config(self._config, dtype=torch.float32)
+        return model.train()
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """{input_ids, targets}, both (B, L) int64."""
@@ -82,7 +82,7 @@ class CausalLmTask:
 class ImageClassificationTask:
     """Classification of random images, label and image tied by a shift of the mean."""
 
-    def __init__(self, config: Any, from_config: Callable[[Any], Any], *, seed: int) -> None:
+    def __init__(self, config: Any, from_config: Callable[..., Any], *, seed: int) -> None:
         size = getattr(config, "image_size", 224)
         self._size: tuple[int, int] = (size, size) if isinstance(size, int) else (size[0], size[1])
         self._channels = int(getattr(config, "num_channels", 3))
@@ -95,8 +95,8 @@ class ImageClassificationTask:
         return 1
 
     def build_model(self) -> nn.Module:
-        model: nn.Module = self._from_config(self._config)
-        return model.float().train()
+        model: nn.Module = self._from_config(self._config, dtype=torch.float32)
+        return model.train()
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """{pixel_values (B, C, S, S) fp32, targets (B,) int64}."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.probe import StorageTracker, probe, profile_fingerprint
-from engine.spec import ALLOWED_TASKS_VARIABLE, GptSpec, spec_fingerprint
+from engine.spec import ALLOWED_TASKS_VARIABLE, GptSpec, HuggingFaceSpec, ModelSpec, VitSpec, spec_fingerprint
 from engine.tasks import build_task
 from tests.support import tasks
 
@@ -63,11 +63,18 @@ def test_checkpointing_and_narrow_types_save_activations() -> None:
     assert narrow.model_copy(update={"precision": "fp16"}) == profile.activation("none", "fp16")
 
 
-def test_no_weights_are_made() -> None:
-    """A model of 100 GB of weights is profiled in place."""
-    spec = GptSpec(kind="gpt", layers=2, hidden=32768, heads=4, vocab=65536, sequence_length=16)
+@pytest.mark.parametrize("spec", [
+    GptSpec(kind="gpt", layers=2, hidden=32768, heads=4, vocab=65536, sequence_length=16),
+    VitSpec(kind="vit", layers=2, hidden=32768, heads=4),
+    HuggingFaceSpec(kind="huggingface", sequence_length=16, config={
+        "model_type": "llama", "hidden_size": 32768, "intermediate_size": 65536, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "vocab_size": 1000, "torch_dtype": "bfloat16"}),
+])
+def test_no_weights_are_made(spec: ModelSpec) -> None:
+    """100 GB of weights are profiled in place."""
     profile = probe(spec, precisions=("bf16",))
     assert profile.parameters > 25e9
+    assert profile.block_count in (2, 3)
 
 
 def test_a_task_that_looks_at_values_runs_on_real_tensors() -> None:
