@@ -111,7 +111,7 @@ class LocalWorkerGroup:
 
     @property
     def healthy(self) -> bool:
-        return self._healthy
+        return self._healthy and all(rank.alive for rank in self._ranks)
 
     @property
     def gone(self) -> bool:

@@ -81,6 +81,11 @@ class RankProcess:
         rank._listener = asyncio.create_task(rank._listen(reader, events))
         return rank
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs and still listens."""
+        return self._process.returncode is None and self._listener is not None and not self._listener.done()
+
     def send(self, command: Command) -> None:
         """Queue a command. To a process that is gone it is lost; its `RankGone` tells."""
         assert self._writer is not None

@@ -147,6 +147,18 @@ def test_a_rank_killed_while_idle_fails_the_next_request() -> None:
     run(scenario())
 
 
+def test_a_group_that_lost_a_rank_while_idle_is_not_healthy() -> None:
+    async def scenario() -> None:
+        async with group(2) as started:
+            assert started.healthy
+            os.kill(started.pids[1], signal.SIGKILL)
+            async with asyncio.timeout(10):
+                while started.healthy:
+                    await asyncio.sleep(0.01)
+
+    run(scenario())
+
+
 def test_a_failed_probe_is_a_failure_report() -> None:
     async def scenario() -> None:
         async with group(1) as started:
