@@ -50,11 +50,12 @@ def test_twenty_trials_do_not_grow_memory() -> None:
     """A model of 200 MB of weights: 20 peaks within 2 %, and the worker and this process are no larger afterwards."""
     peaks, resident = [], []
     own_before = resident_memory().now
+    policy = MeasurePolicy(max_warmup_steps=1, min_steps=2, max_steps=2)
 
     async def scenario() -> None:
         async with group(1) as started:
             for _ in range(20):
-                request = trial(tasks.spec("toy", width=2600, depth=8), micro=1)
+                request = trial(tasks.spec("toy", width=2600, depth=8), micro=1, policy=policy)
                 report = await started.run(request, deadline_seconds=120)
                 assert isinstance(report, TrialReport)
                 assert report.measurement is not None
