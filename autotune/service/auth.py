@@ -134,12 +134,21 @@ class Auth:
         if site is not None:
             return site == "same-origin"
         origin = request.headers.get("origin")
-        return origin is not None and urlsplit(origin).netloc == request.headers.get("host")
+        return origin is not None and _split(origin)[0] == request.headers.get("host")
 
     def answers_host(self, request: Request) -> bool:
         """Whether the Host header names this service."""
-        host = urlsplit(f"//{request.headers.get('host', '')}").hostname
+        host = _split(f"//{request.headers.get('host', '')}")[1]
         return host is not None and self._settings.answers_host(host)
+
+
+def _split(url: str) -> tuple[str | None, str | None]:
+    """(host and port, host) of a URL; twice None for what is no URL, such as ``//[::1``."""
+    try:
+        parts = urlsplit(url)
+        return parts.netloc, parts.hostname
+    except ValueError:
+        return None, None
 
 
 def bearer_token(headers: Mapping[str, str]) -> str | None:

@@ -176,7 +176,7 @@ class TestRequestsThatChangeSomething:
     @pytest.mark.parametrize("headers", [
         {}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Sec-Fetch-Site": "none"},
         {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": "http://127.0.0.1:9999"},
-        {"Sec-Fetch-Site": "cross-site", "Origin": BASE_URL}])
+        {"Sec-Fetch-Site": "cross-site", "Origin": BASE_URL}, {"Origin": "http://[::1"}])
     def test_of_other_sites_change_nothing(
             self, browser: TestClient, database: Database, headers: dict[str, str]) -> None:
         study_id = queued(database)
@@ -200,7 +200,7 @@ class TestHost:
     """A foreign name in the Host header is refused: DNS rebinding makes a browser send one."""
 
     @pytest.mark.parametrize("host", [
-        "evil.example", "evil.example:8420", "127.0.0.1.evil.example", "192.168.1.9:8420", ""])
+        "evil.example", "evil.example:8420", "127.0.0.1.evil.example", "192.168.1.9:8420", "", "[::1", "[x]", "a]b"])
     def test_foreign_names_are_refused(self, client: TestClient, host: str) -> None:
         response = client.get("/api/v1/studies", headers={"Host": host})
         assert response.status_code == 421
