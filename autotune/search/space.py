@@ -188,15 +188,16 @@ def _spread(values: Sequence[int], count: int) -> tuple[int, ...]:
 def _checked_values(kind: KnobKind, given: list[Any], request: StudyRequest, per_rank: int) -> tuple[Any, ...]:
     if not given:
         raise ValueError("the list is empty: give at least one value, or leave the knob out")
-    values: list[Any] = []
+    if len(given) > MAX_POINTS:
+        raise ValueError(f"{len(given)} values, the most possible is {MAX_POINTS}: give fewer")
+    values: dict[Any, None] = {}  # in the order given, once each
     for raw in given:
         try:
             value = kind.check(raw)
         except ValueError as error:
             suggestion = _did_you_mean(raw, [str(known) for known in kind.auto]) if isinstance(raw, str) else ""
             raise ValueError(f"{error}{suggestion}") from None
-        if value not in values:
-            values.append(value)
+        values[value] = None
     if kind.name == "micro_batch_size":
         for value in values:
             if per_rank % value:

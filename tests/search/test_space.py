@@ -186,6 +186,10 @@ class TestRefusals:
         assert "50000" in refusal(space={"reduce_bucket_size": sizes, "allgather_bucket_size": sizes,
                                          "zero_stage": [1]})["search.space"]
 
+    def test_a_list_longer_than_any_space_before_its_values_are_looked_at(self) -> None:
+        found = refusal(space={"zero_stage": [0] * 60_000, "reduce_bucket_size": list(range(1, 60_001))})
+        assert found.keys() == {"search.space.zero_stage", "search.space.reduce_bucket_size"}
+
 
 def test_every_knob_is_a_field_of_the_configuration_with_possible_values() -> None:
     for kind in KNOBS.values():
