@@ -119,9 +119,14 @@ class Ranks:
         return values
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give every rank the first rank's values, in place, at once."""
+        """Give every rank the first rank's values, in place, at once.
+
+        Args:
+            tensor: contiguous, as backends take its memory for that; of any dtype, as bytes are sent.
+        """
         if self.size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=0)
+            assert tensor.is_contiguous()
+            dist.broadcast(tensor.detach().view(-1).view(torch.uint8), group=self.group, group_src=0)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order."""

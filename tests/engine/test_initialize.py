@@ -104,6 +104,29 @@ def test_every_rank_starts_from_the_first_ones_values(ranks: RanksOf, stage: int
     assert first["table"].dtype == torch.int64
 
 
+class OddBuffers(nn.Module):
+    """Buffers whose memory is not what their shape says, and a dtype that gloo does not know."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("expanded", torch.arange(first, first + 4).expand(100, 4))
+        self.register_buffer("transposed", torch.arange(first, first + 6).view(2, 3).t())
+        self.register_buffer("short", torch.tensor(first, dtype=torch.int16))
+
+
+def _start_with_odd_buffers() -> dict[str, list[int]]:
+    trainer = initialize(OddBuffers(10 * dist.get_rank()), config=TrainConfig())
+    values = {name: buffer.flatten().tolist() for name, buffer in trainer.module.named_buffers()}
+    trainer.close()
+    return values
+
+
+def test_buffers_of_any_layout_and_dtype_are_the_first_ranks(ranks: RanksOf) -> None:
+    expected = {name: buffer.flatten().tolist() for name, buffer in OddBuffers(0).named_buffers()}
+    assert ranks(2).run(_start_with_odd_buffers) == [expected] * 2
+
+
 def _from_environment(store: str) -> tuple[int, int]:
     """The process group made from torchrun's variables, and ended with the trainer."""
     import os
