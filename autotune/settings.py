@@ -15,6 +15,7 @@ AUTOTUNE_SERVER             the service that client commands talk to (http://127
 =========================== ========================================================================================
 """
 
+import difflib
 import ipaddress
 import os
 from pathlib import Path
@@ -28,6 +29,7 @@ from autotune.domain.errors import FieldError, InvalidRequestError
 
 DEFAULT_PORT = 8420
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+_PREFIX = "AUTOTUNE_"
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 
@@ -45,7 +47,7 @@ class Settings(BaseSettings):
         pydantic.ValidationError: a value out of range. `load_settings` turns that into one line per option.
     """
 
-    model_config = SettingsConfigDict(env_prefix="AUTOTUNE_", env_ignore_empty=True, frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, env_ignore_empty=True, frozen=True, extra="ignore")
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="port to listen on; 0: any free one")
@@ -67,6 +69,14 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
+
+    @field_validator("token")
+    @classmethod
+    def _fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
+        text = value.get_secret_value() if value is not None else ""
+        if not text.isascii() or not text.isprintable() or text != text.strip():
+            raise ValueError("give printable ASCII characters, without spaces around them: it is sent in a header")
+        return value
 
     @field_validator("server")
     @classmethod
@@ -124,9 +134,26 @@ def load_settings(**options: Any) -> Settings:
         InvalidRequestError: a value that cannot be used; names the variable.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    _refuse_misspelt_variables()
     try:
         return Settings(**given)
     except ValidationError as error:
         raise InvalidRequestError(*(
-            FieldError(f"AUTOTUNE_{str(entry['loc'][0]).upper()}", entry["msg"].removeprefix("Value error, "))
+            FieldError(f"{_PREFIX}{str(entry['loc'][0]).upper()}", entry["msg"].removeprefix("Value error, "))
             for entry in error.errors(include_url=False, include_input=False))) from None
+
+
+def _refuse_misspelt_variables() -> None:
+    """A variable that nearly is a setting's was meant to be one; others with our prefix may be other programs' own.
+
+    Raises:
+        InvalidRequestError: names the variable, and the setting's.
+    """
+    known = [name.upper() for name in Settings.model_fields]
+    given = {variable: variable.upper().removeprefix(_PREFIX) for variable in os.environ
+             if variable.upper().startswith(_PREFIX)}
+    meant = {variable: difflib.get_close_matches(name, known, n=1, cutoff=0.7) for variable, name in given.items()
+             if name not in known}
+    if any(meant.values()):
+        raise InvalidRequestError(*(FieldError(variable, f"no such setting; did you mean {_PREFIX}{close[0]}?")
+                                    for variable, close in meant.items() if close))

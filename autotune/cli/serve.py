@@ -7,6 +7,7 @@ next start: all that matters is in the database.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -144,10 +145,14 @@ def _listen(settings: "Settings") -> socket.socket:
         except OSError:
             listener.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        what = f"cannot listen on {settings.host}:{settings.port} ({reason})"
+        if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise InvalidRequestError(FieldError(
+                "AUTOTUNE_PORT", f"{what}: is another service running there? Give --port")) from None
         raise InvalidRequestError(FieldError(
-            "AUTOTUNE_PORT", f"cannot listen on {settings.host}:{settings.port} ({error.strerror}): is another service "
-            "running there? Give --port")) from None
+            "AUTOTUNE_HOST", f"{what}: give --host an address of this machine, such as 127.0.0.1")) from None
     return listener
 
 

@@ -9,7 +9,7 @@ from sqlite3 import OperationalError as SqliteOperationalError
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from autotune.domain.errors import StoreUnavailableError
@@ -34,8 +34,8 @@ class Transaction:
 
     def __init__(self, connection: Connection, clock: Clock) -> None:
         self.events = EventRepository(connection, clock)
-        self.studies = StudyRepository(connection, clock, self.events)
         self.trials = TrialRepository(connection, clock, self.events)
+        self.studies = StudyRepository(connection, clock, self.events, self.trials)
         self.best = BestRepository(connection, clock)
         self.profiles = ProfileRepository(connection, clock)
         self.hosts = HostRepository(connection, clock)
@@ -117,14 +117,21 @@ class Database:
             yield
         except (OperationalError, InterfaceError, PoolTimeoutError) as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
-            raise StoreUnavailableError(
-                f"cannot use the database {self._url.render_as_string(hide_password=True)}: {cause}") from error
+            raise self._unavailable(cause) from error
+        except DatabaseError as error:
+            if type(error) is not DatabaseError:  # SQLite's word for a file that is damaged, or none of its own
+                raise
+            raise self._unavailable(error.orig) from error
+
+    def _unavailable(self, cause: object) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"cannot use the database {self._url.render_as_string(hide_password=True)}: {cause}")
 
 
 def _checked(text: str) -> URL:
     try:
         url = make_url(text)
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         raise ValueError("database: not a URL; write sqlite:///path/to/file or postgresql://user:password@host/name"
                          ) from None
     if url.drivername in ("postgres", "postgresql", "postgresql+psycopg"):

@@ -65,6 +65,48 @@ def test_settings_come_from_variables_and_options_win(
     assert (tmp_path / "by-option" / "autotune.sqlite3").exists()
 
 
+@pytest.mark.parametrize(("variable", "meant"), [
+    ("AUTOTUNE_PROT", "AUTOTUNE_PORT"), ("AUTOTUNE_DATABASE_URL", "AUTOTUNE_DATABASE"),
+    ("AUTOTUNE_ALLOWED_TASK", "AUTOTUNE_ALLOWED_TASKS")])
+def test_a_misspelt_variable_is_told(
+        run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, meant: str) -> None:
+    monkeypatch.setenv(variable, "1")
+    result = run("db", "upgrade", "--data-dir", str(tmp_path))
+    assert result.code == 2
+    assert f"{variable}: no such setting; did you mean {meant}?" in result.err
+
+
+@pytest.mark.parametrize("variable", ["AUTOTUNE_TOKEN_FILE", "AUTOTUNE_PUBLISHED_PORT", "AUTOTUNE_SERVICE_HOST"])
+def test_other_programs_variables_do_not_matter(
+        run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "1")
+    assert run("db", "upgrade", "--data-dir", str(tmp_path)).code == 0
+
+
+@pytest.mark.parametrize("command", [
+    ("db", "upgrade"), ("token",), ("doctor", "--device", "cpu"), ("serve", "--port", "0")])
+def test_a_damaged_database_is_said_in_a_line(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "autotune.sqlite3").write_bytes(b"no database at all" * 1000)
+    result = run(*command, "--data-dir", str(tmp_path))
+    assert result.code == 1
+    assert "file is not a database" in result.out + result.err
+
+
+def test_a_database_url_that_is_none_is_said_in_a_line(run: Run) -> None:
+    result = run("db", "upgrade", "--database", "postgresql://me:hidden@127.0.0.1:port/x")
+    assert result.code == 2
+    assert "AUTOTUNE_DATABASE: not a URL; write" in result.err
+    assert "hidden" not in result.err
+
+
+def test_a_token_that_no_header_can_carry_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for token in ("b\u00e4d-token-of-some-length", "two\nlines", " spaces "):
+        monkeypatch.setenv("AUTOTUNE_TOKEN", token)
+        result = run("list")
+        assert result.code == 2
+        assert "AUTOTUNE_TOKEN: give printable ASCII" in result.err
+
+
 def test_the_default_data_directory_follows_xdg(run: Run, tmp_path: Path) -> None:
     run("db", "upgrade")
     assert (tmp_path / "xdg" / "autotune" / "autotune.sqlite3").exists()

@@ -154,6 +154,13 @@ def test_a_port_in_use_is_told(tmp_path: Path, run: Run) -> None:
     assert f"cannot listen on 127.0.0.1:{port}" in result.err
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.invalid"])
+def test_an_address_of_another_machine_is_no_matter_of_the_port(run: Run, tmp_path: Path, host: str) -> None:
+    result = run("serve", "--no-scheduler", "--host", host, "--port", "0", "--data-dir", str(tmp_path))
+    assert result.code == 2
+    assert f"AUTOTUNE_HOST: cannot listen on {host}:0" in result.err
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (("--database", "nonsense"), "AUTOTUNE_DATABASE"),
     (("--database", "mysql://x/y"), "mysql is not supported"),
