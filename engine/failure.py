@@ -44,7 +44,7 @@ def is_echo(error: BaseException) -> bool:
 
 
 def describe(error: BaseException, rank: int) -> str:
-    """`rank 1: ValueError: boom`."""
-    text = str(error).strip()
+    """`rank 1: ValueError: boom`, as text that every message and database can carry."""
+    text = str(error).strip().encode("utf-8", "backslashreplace").decode()
     name = type(error).__name__
     return f"rank {rank}: {name}: {text}" if text else f"rank {rank}: {name}"

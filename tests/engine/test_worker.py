@@ -167,6 +167,7 @@ def test_an_echo_is_told_from_a_cause(error: BaseException, echo: bool) -> None:
 def test_a_description_names_rank_type_and_text() -> None:
     assert describe(ValueError(" boom\n"), 3) == "rank 3: ValueError: boom"
     assert describe(MemoryError(), 0) == "rank 0: MemoryError"
+    assert describe(ValueError("half \ud800"), 0) == "rank 0: ValueError: half \\ud800"
 
 
 def test_a_memory_limit_far_exceeded_within_one_step_ends_the_step() -> None:
