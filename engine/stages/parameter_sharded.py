@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from itertools import takewhile
 from typing import Any
 
@@ -146,11 +147,17 @@ class ParameterSharded:
     # Gathering
 
     def _wrap(self, context: StageContext, needs: Sequence[Sequence[Unit]]) -> None:
+        root, in_blocks = self._units[:1], {inner for block in context.blocks for inner in block.modules()}
         for block, units in zip(context.blocks, needs, strict=True):
             set_forward(block, self._holding_forward(block.forward, units))
+        # What lies in no block may run by itself too: recomputed in backward, or called by another method than forward.
+        for inner in context.module.modules():
+            if inner not in in_blocks and next(inner.parameters(recurse=False), None) is not None:
+                set_forward(inner, self._holding_forward(inner.forward, root))
         set_forward(context.module, self._root_forward(context.module.forward))
 
     def _holding_forward(self, forward: Forward, units: Sequence[Unit]) -> Forward:
+        @wraps(forward)
         def run(*inputs: Any, **keywords: Any) -> Any:
             with self._holding(units):
                 return forward(*inputs, **keywords)
@@ -160,13 +167,14 @@ class ParameterSharded:
     def _root_forward(self, forward: Forward) -> Forward:
         root = self._units[:1]
 
+        @wraps(forward)
         def run(*inputs: Any, **keywords: Any) -> Any:
             if self._schedule is not None:  # inside of another pass: the model calls itself, or is recomputed
                 with self._holding(root):
                     return forward(*inputs, **keywords)
             self._schedule = Schedule(self._units, issue=self._gather, leave=_nothing, ahead=self._ahead)
             try:
-                with self._holding(root), self._saving():
+                with self._holding(root):
                     output = forward(*inputs, **keywords)
                 self._schedule.finish()
                 self._release_all()
@@ -178,14 +186,15 @@ class ParameterSharded:
 
     @contextmanager
     def _holding(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Parameters of the units are bound inside."""
+        """Inside, parameters of the units are bound, and autograd saves notes in place of them."""
         for unit in units:
             fulls = self._use(unit)
             if unit.holders == 0:
                 unit.bind(fulls)
             unit.holders += 1
         try:
-            yield
+            with self._saving():
+                yield
         finally:
             for unit in units:
                 unit.holders -= 1
@@ -240,7 +249,8 @@ class ParameterSharded:
     # What autograd saves
 
     def _saving(self) -> AbstractContextManager[Any]:
-        if not torch.is_grad_enabled():
+        """Hooks, unless there are some: ours from around, or those of a checkpoint that saves nothing or copies."""
+        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from engine import ConfigurationError, TrainConfig
 from engine.blocks import find_blocks
@@ -13,6 +14,7 @@ from engine.stages.parameter_sharded import ParameterSharded
 from engine.trainer import initialize
 from tests.engine.training import (
     FEATURES,
+    Block,
     Setup,
     Tower,
     Weights,
@@ -39,6 +41,37 @@ def test_checkpointed_blocks_train_the_same(ranks: RanksOf, stage: int, checkpoi
                                          "prefetch_bucket_size": 1})
     setup = Setup(Tower, config)
     assert_same_weights(ranks(world_size).run(train, setup), reference(setup))
+
+
+class ChecksItself(nn.Module):
+    """Checkpoints of its own, around blocks and around a layer that lies in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reentrant = False
+        self.enter = nn.Linear(FEATURES, 10)
+        self.outside = nn.Linear(10, 10)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.leave = nn.Linear(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for part in (self.outside, *self.blocks):
+            x = torch.tanh(checkpoint(part, x, use_reentrant=self.reentrant))
+        return self.leave(x)
+
+
+def _checks_itself_reentrantly() -> nn.Module:
+    model = ChecksItself()
+    model.reentrant = True
+    return model
+
+
+@stages
+@pytest.mark.parametrize("build", [ChecksItself, _checks_itself_reentrantly])
+def test_models_that_checkpoint_by_themselves(ranks: RanksOf, stage: int, build: Callable[[], nn.Module]) -> None:
+    setup = Setup(build, TrainConfig(zero_stage=stage))
+    assert_same_weights(ranks(2).run(train, setup), reference(setup))
 
 
 class Dropped(nn.Module):

@@ -1,5 +1,6 @@
 """Graphs that differ between ranks or steps, and training loops that are not the plain one."""
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from engine import OptimizerConfig, TrainConfig
 from engine.stages.parameter_sharded import ParameterSharded
-from engine.trainer import Trainer
+from engine.trainer import Trainer, initialize
 from tests.engine.training import (
     FEATURES,
     Block,
@@ -285,6 +286,47 @@ def test_evaluation_in_the_middle_of_a_step_changes_nothing(ranks: RanksOf, stag
     model.load_state_dict(expected[2])  # the last evaluation comes before the last step
     inputs, target = samples(99)
     assert results[0][1] == pytest.approx(float(loss_of(model(inputs), target).detach()), rel=1e-5)
+
+
+class Encoder(Tower):
+    """A method of its own that runs a part of it, as contrastive models have."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.enter(x))
+
+
+def _trains_by_another_method(stage: int) -> list[Weights]:
+    setup = Setup(Encoder, TrainConfig(zero_stage=stage))
+    trainer = start(setup)
+    assert isinstance(trainer.module, Encoder)
+    history = []
+    for step in range(setup.steps):
+        (inputs, target), = micro_batches(step, accumulation=1)
+        trainer.backward(loss_of(trainer.module.encode(inputs).mean(1, keepdim=True), target))
+        trainer.step()
+        history.append(trainer.consolidated_state_dict())
+    trainer.close()
+    return history
+
+
+class Encoding(Encoder):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x).mean(1, keepdim=True)
+
+
+@stages
+def test_training_by_another_method_than_forward(ranks: RanksOf, stage: int) -> None:
+    assert_same_weights(ranks(2).run(_trains_by_another_method, stage), reference(Setup(Encoding)))
+
+
+@stages
+def test_forward_keeps_its_signature(stage: int) -> None:
+    """Which libraries read to know what a model takes: `generate` of transformers, for one."""
+    trainer = initialize(built(Tower), config=TrainConfig(zero_stage=stage))
+    for module in trainer.module.modules():
+        plain = inspect.signature(type(module).forward.__get__(module))
+        assert inspect.signature(module.forward) == plain
+    trainer.close()
 
 
 def _different_loss(stage: int) -> tuple[float, float]:
