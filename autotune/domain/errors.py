@@ -7,7 +7,8 @@ AutotuneError
 │   └── NoWinnerError                  a study has no winner (yet); carries how its trials ended
 ├── ExportError                        a format cannot express the configuration
 ├── LeaseLostError                     a scheduler acted on a study that another one has taken over
-├── StoreUnavailableError            the database cannot be reached, or is not at the version of this code
+├── StoreUnavailableError              the database cannot be reached, or is not at the version of this code
+├── UnreadableError                    a stored study or trial is no value of this release
 └── LaunchError                        worker processes could not be started
 """
 
@@ -64,6 +65,10 @@ class LeaseLostError(AutotuneError):
 
 class StoreUnavailableError(AutotuneError):
     """The database cannot be reached, or its schema is not the one this code was written for."""
+
+
+class UnreadableError(AutotuneError):
+    """What is stored of a study or trial cannot be read: another release wrote it, or a hand; the message says what."""
 
 
 class LaunchError(AutotuneError):

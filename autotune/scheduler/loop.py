@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from autotune.domain.errors import LeaseLostError, StoreUnavailableError
 from autotune.domain.hardware import Device
-from autotune.domain.study import Study, StudyState, TrialState
+from autotune.domain.study import Study, StudyState
 from autotune.scheduler.group import GroupKeeper
 from autotune.scheduler.launcher.base import Launcher
 from autotune.scheduler.lease import Interruption, SchedulerPolicy, keep_lease
@@ -18,7 +18,6 @@ from autotune.scheduler.study import StudyRun, Workplace
 from autotune.scheduler.suggester import HelperSuggester, Suggester
 from autotune.scheduler.verdict import Verdict
 from autotune.store import Database, Transaction
-from engine.report import Outcome, TrialReport
 
 _log = logging.getLogger(__name__)
 
@@ -196,10 +195,6 @@ def _settle_ended(tx: Transaction, study: Study, verdict: Verdict) -> None:
 
 
 def _settle_cancelled(tx: Transaction, study: Study) -> None:
-    """The trial under way is on record as cancelled."""
-    report = TrialReport(outcome=Outcome.CANCELLED, detail="the study was cancelled while this trial ran")
-    for trial in _running_trials(tx, study):
-        tx.trials.finish(study.id, study.lease_epoch, trial, report, log="")
     tx.studies.finish(study.id, study.lease_epoch, StudyState.CANCELLED)
     tx.leases.release(study.id, study.lease_epoch)
 
@@ -214,7 +209,3 @@ def _settle_stopped(tx: Transaction, study: Study) -> None:
 def _settle_lost(tx: Transaction, study: Study) -> None:
     """The study is another's; only devices that still carry our epoch are given back."""
     tx.leases.release(study.id, study.lease_epoch)
-
-
-def _running_trials(tx: Transaction, study: Study) -> Sequence[int]:
-    return [trial.number for trial in tx.trials.list(study.id) if trial.state is TrialState.RUNNING]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-from autotune.domain.errors import InvalidRequestError, LaunchError
+from autotune.domain.errors import InvalidRequestError, LaunchError, UnreadableError
 from autotune.domain.study import BestConfig, Study, StudyPhase, StudyState, Trial, TrialRole
 from autotune.scheduler.fingerprints import calibration_key, probe_key
 from autotune.scheduler.group import GroupKeeper
@@ -97,7 +97,7 @@ class StudyRun:
             ended_by = await self._search(plan)
             await self._confirm(plan)
             return await self._conclude(plan, ended_by)
-        except (StudyFailedError, LaunchError, InvalidRequestError) as error:
+        except (StudyFailedError, LaunchError, InvalidRequestError, UnreadableError) as error:
             return Verdict(state=StudyState.FAILED, error=str(error))
         finally:
             await self._at.group.close()

@@ -25,6 +25,7 @@ from autotune.domain.errors import (
     NotFoundError,
     NoWinnerError,
     StoreUnavailableError,
+    UnreadableError,
 )
 from autotune.service.fields import field_errors
 from engine.values import Value
@@ -140,6 +141,10 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(StoreUnavailableError)
     def unavailable(request: Request, error: StoreUnavailableError) -> Response:
         return unavailable_answer(request, error)
+
+    @app.exception_handler(UnreadableError)
+    def unreadable_row(request: Request, error: UnreadableError) -> Response:
+        return answer(request, make_problem(500, str(error), kind="unreadable"))
 
     @app.exception_handler(HTTPException)
     def http(request: Request, error: HTTPException) -> Response:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, Table, select
+from sqlalchemy import Connection, Row, Table, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.elements import ColumnElement
 
-from autotune.domain.errors import FieldError, InvalidRequestError, LeaseLostError
+from autotune.domain.errors import FieldError, InvalidRequestError, LeaseLostError, UnreadableError
 from autotune.domain.study import StudyState
-from autotune.store.tables import studies
+from autotune.store.tables import Unreadable, studies
 
 Clock = Callable[[], datetime]
 
@@ -59,6 +59,18 @@ class Repository:
         if current.lease_epoch != epoch or current.state != StudyState.RUNNING:
             raise LeaseLostError(f"study {study_id} is {current.state} with lease epoch {current.lease_epoch}, "
                                  f"not running with {epoch}")
+
+
+def require_readable(row: Row[Any], what: str) -> None:
+    """Make sure that all of a row could be read.
+
+    Raises:
+        UnreadableError: names what it is and the first column at fault.
+    """
+    for name, value in row._mapping.items():
+        if isinstance(value, Unreadable):
+            raise UnreadableError(f"{what} cannot be read by this release: its stored {name} is not valid "
+                                  f"({value.reason})")
 
 
 def storable(text: str) -> str:

@@ -1,11 +1,10 @@
 """What outlives studies: best configurations, and profiles of models and hardware."""
 
-from typing import Any
-
 from sqlalchemy import func, select
 
 from autotune.domain.catalog import ModelSummary
 from autotune.domain.errors import NotFoundError
+from autotune.domain.request import StudyRequest
 from autotune.domain.study import BestConfig
 from autotune.store.base import Repository
 from autotune.store.tables import best_configs, hardware_profiles, model_profiles, studies
@@ -30,12 +29,15 @@ class BestRepository(Repository):
         """
         found = self._connection.execute(
             select(best_configs.c.best).where(best_configs.c.study_id == study_id)).scalar_one_or_none()
-        if found is None:
-            raise NotFoundError(f"no best configuration is stored for study {study_id}")
-        return _best(found)
+        if not isinstance(found, BestConfig):
+            raise NotFoundError(f"no best configuration that can be read is stored for study {study_id}")
+        return found
 
     def for_model(self, name: str) -> tuple[BestConfig, ...]:
-        """The fastest per model, training set-up and hardware fingerprint; the latest first. Empty where unknown."""
+        """The fastest per model, training set-up and hardware fingerprint; the latest first. Empty where unknown.
+
+        What this release cannot read is left out.
+        """
         rank = func.row_number().over(
             partition_by=(best_configs.c.model_fingerprint, best_configs.c.training_fingerprint,
                           best_configs.c.hardware_fingerprint),
@@ -43,7 +45,7 @@ class BestRepository(Repository):
         ranked = select(best_configs, rank).where(best_configs.c.model_name == name).subquery()
         rows = self._connection.execute(
             select(ranked.c.best).where(ranked.c.rank == 1).order_by(ranked.c.created_at.desc(), ranked.c.study_id))
-        return tuple(_best(found) for found in rows.scalars())
+        return tuple(found for found in rows.scalars() if isinstance(found, BestConfig))
 
     def models(self) -> tuple[ModelSummary, ...]:
         """Every model that was submitted or has a stored best configuration, by name."""
@@ -58,7 +60,10 @@ class BestRepository(Repository):
         summaries = []
         for name in sorted(names):
             row, stored = submitted.get(name), self.for_model(name)
-            request = requests[name] if row is not None else stored[0].request
+            known = [best.request for best in stored]
+            request = next((each for each in [requests.get(name), *known] if isinstance(each, StudyRequest)), None)
+            if request is None:
+                continue  # nothing of it can be read
             summaries.append(ModelSummary(
                 name=name, kind=request.model.kind, studies=0 if row is None else row.studies, best_configs=len(stored),
                 best_tokens_per_second=max((best.tokens_per_second for best in stored), default=None),
@@ -67,13 +72,15 @@ class BestRepository(Repository):
 
 
 class ProfileRepository(Repository):
-    """Results of probes and calibrations, by the key under which they can be used again."""
+    """Results of probes and calibrations, by the key under which they can be used again.
+
+    What this release cannot read counts as not there: it is measured again.
+    """
 
     def model(self, key: str) -> ModelProfile | None:
         found = self._connection.execute(
             select(model_profiles.c.profile).where(model_profiles.c.key == key)).scalar_one_or_none()
-        assert found is None or isinstance(found, ModelProfile)
-        return found
+        return found if isinstance(found, ModelProfile) else None
 
     def put_model(self, profile: ModelProfile, *, key: str | None = None) -> None:
         """Keep a probe's result under `key`, which defaults to its fingerprint."""
@@ -83,8 +90,7 @@ class ProfileRepository(Repository):
     def hardware(self, key: str) -> HardwareProfile | None:
         found = self._connection.execute(
             select(hardware_profiles.c.profile).where(hardware_profiles.c.key == key)).scalar_one_or_none()
-        assert found is None or isinstance(found, HardwareProfile)
-        return found
+        return found if isinstance(found, HardwareProfile) else None
 
     def put_hardware(self, profile: HardwareProfile, *, key: str | None = None) -> None:
         """Keep a calibration's result under `key`, which defaults to its fingerprint."""
@@ -93,11 +99,6 @@ class ProfileRepository(Repository):
 
     def list_hardware(self) -> tuple[HardwareProfile, ...]:
         """All calibrations, the latest first."""
-        rows: Any = self._connection.execute(select(hardware_profiles.c.profile).order_by(
+        rows = self._connection.execute(select(hardware_profiles.c.profile).order_by(
             hardware_profiles.c.updated_at.desc(), hardware_profiles.c.key)).scalars()
-        return tuple(rows)
-
-
-def _best(found: object) -> BestConfig:
-    assert isinstance(found, BestConfig)
-    return found
+        return tuple(found for found in rows if isinstance(found, HardwareProfile))

@@ -1,13 +1,14 @@
 """Studies: submitted once, claimed by one scheduler at a time, written only by the holder of the lease."""
 
+import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from sqlalchemy import Column, Connection, Row, and_, delete, func, or_, select, update
 
-from autotune.domain.errors import ConflictError, NotFoundError
+from autotune.domain.errors import ConflictError, NotFoundError, UnreadableError
 from autotune.domain.page import Page
 from autotune.domain.request import StudyRequest
 from autotune.domain.study import (
@@ -20,9 +21,12 @@ from autotune.domain.study import (
     StudyPhase,
     StudyState,
 )
-from autotune.store.base import Clock, Repository, decode_cursor, encode_cursor, page_size, storable
+from autotune.store.base import Clock, Repository, decode_cursor, encode_cursor, page_size, require_readable, storable
 from autotune.store.events import EventRepository
 from autotune.store.tables import studies
+from autotune.store.trials import TrialRepository
+
+_log = logging.getLogger(__name__)
 
 _SMALL = tuple(column for column in studies.c if column.name != "plan")
 """A plan may hold a megabyte of predictions: only `get` reads it."""
@@ -41,9 +45,10 @@ class Lease(NamedTuple):
 class StudyRepository(Repository):
     """Studies of one transaction. Whoever claims a study names its epoch in every later write."""
 
-    def __init__(self, connection: Connection, clock: Clock, events: EventRepository) -> None:
+    def __init__(self, connection: Connection, clock: Clock, events: EventRepository, trials: TrialRepository) -> None:
         super().__init__(connection, clock)
         self._events = events
+        self._trials = trials
 
     # Submitting and reading
 
@@ -83,7 +88,7 @@ class StudyRepository(Repository):
 
     def page(self, *, state: StudyState | None = None, model: str | None = None, cursor: str | None = None,
              limit: int = 50) -> Page[Study]:
-        """Studies, newest first, without their plans.
+        """Studies, newest first, without their plans. One that cannot be read is left out; `get` tells why.
 
         Args:
             model: only studies submitted under this name.
@@ -100,7 +105,7 @@ class StudyRepository(Repository):
             statement = statement.where(studies.c.sequence < decode_cursor(cursor))
         rows = self._connection.execute(statement).all()
         more = len(rows) > limit
-        return Page(items=tuple(_study(row) for row in rows[:limit]),
+        return Page(items=tuple(_readable_studies(rows[:limit])),
                     next_cursor=encode_cursor(rows[limit - 1].sequence) if more else None)
 
     def count(self) -> dict[StudyState, int]:
@@ -127,6 +132,7 @@ class StudyRepository(Repository):
                     lease_epoch=studies.c.lease_epoch + 1, lease_owner=None, lease_expires_at=None)
             .returning(*_SMALL)).one_or_none()
         if row is not None:
+            self._trials.cancel_running(study_id)
             self._events.append(study_id, EventKind.STUDY_STATE, {"state": StudyState.CANCELLED})
             return _study(row)
         row = self._connection.execute(
@@ -157,7 +163,8 @@ class StudyRepository(Repository):
               device_type: str | None = None) -> Study | None:
         """Take the oldest study that waits for a scheduler: queued, or running with an expired lease.
 
-        Nobody overtakes: while the oldest needs more devices than are free, there is nothing to claim.
+        Nobody overtakes: while the oldest needs more devices than are free, there is nothing to claim. One that cannot
+        be read fails, with the reason, so that it does not hold up those behind it.
 
         Args:
             owner: names the claiming process.
@@ -166,7 +173,7 @@ class StudyRepository(Repository):
             device_type: the claimer's; studies for another type are left to other hosts.
 
         Returns:
-            The study, running and with a new epoch; None where there is nothing to do.
+            The study, running and with a new epoch; None where there is nothing to do, or the oldest was failed.
         """
         now = self._clock()
         statement = select(studies.c.id, studies.c.devices, studies.c.lease_epoch, studies.c.state).where(
@@ -190,9 +197,23 @@ class StudyRepository(Repository):
             .returning(*_SMALL)).one_or_none()
         if row is None:
             return None
+        try:
+            study = _study(row)
+        except UnreadableError as error:
+            self._fail(head.id, f"{error}; delete it, and submit it again")
+            return None
         if head.state == StudyState.QUEUED:
-            self._events.append(row.id, EventKind.STUDY_STATE, {"state": StudyState.RUNNING})
-        return _study(row)
+            self._events.append(study.id, EventKind.STUDY_STATE, {"state": StudyState.RUNNING})
+        return study
+
+    def _fail(self, study_id: str, error: str) -> None:
+        """End a study that was just claimed, without reading it."""
+        error = storable(error)
+        self._trials.cancel_running(study_id)
+        self._connection.execute(update(studies).where(studies.c.id == study_id).values(
+            state=StudyState.FAILED, phase=None, error=error, finished_at=self._clock(), lease_owner=None,
+            lease_expires_at=None))
+        self._events.append(study_id, EventKind.STUDY_STATE, {"state": StudyState.FAILED, "error": error, "note": None})
 
     def renew(self, study_id: str, epoch: int, *, lease_seconds: float) -> Study:
         """Keep a lease for `lease_seconds` more; says also whether the study is to be cancelled.
@@ -244,11 +265,12 @@ class StudyRepository(Repository):
 
     def finish(self, study_id: str, epoch: int, state: StudyState, *, error: str | None = None,
                note: str | None = None) -> Study:
-        """End a running study and give up its lease."""
+        """End a running study and give up its lease. A trial that still runs ends with it."""
         assert state in STUDY_TRANSITIONS[StudyState.RUNNING], state
         error, note = error and storable(error), note and storable(note)
         study = self._write(study_id, epoch, state=state, phase=None, error=error, note=note,
                             finished_at=self._clock(), lease_owner=None, lease_expires_at=None)
+        self._trials.cancel_running(study_id)
         self._events.append(study_id, EventKind.STUDY_STATE, {"state": state, "error": error, "note": note})
         return study
 
@@ -265,7 +287,17 @@ class StudyRepository(Repository):
         return _study(row)
 
 
+def _readable_studies(rows: Iterable[Row[Any]]) -> Iterator[Study]:
+    for row in rows:
+        try:
+            yield _study(row)
+        except UnreadableError as error:
+            _log.warning("left out of a list: %s", error)
+
+
 def _study(row: Row[Any]) -> Study:
+    """Raises: UnreadableError."""
+    require_readable(row, f"study {row.id}")
     return Study(
         id=row.id, request=row.request, state=StudyState(row.state),
         phase=None if row.phase is None else StudyPhase(row.phase), error=row.error, note=row.note,

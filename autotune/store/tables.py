@@ -4,9 +4,9 @@ No relationships are declared, so nothing is ever loaded behind the reader's bac
 """
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -61,8 +61,17 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
+class Unreadable(NamedTuple):
+    """Read in place of a value whose JSON is none of this release. Repositories decide what that means."""
+
+    reason: str
+
+
 class JsonValue(TypeDecorator[Any]):
-    """A frozen domain value as JSON, validated when it is read."""
+    """A frozen domain value as JSON, validated when it is read; what is not valid is read as `Unreadable`.
+
+    Raising here would make every row that is read together with the bad one unreadable too.
+    """
 
     impl = JSON(none_as_null=True)
     cache_ok = True
@@ -76,7 +85,13 @@ class JsonValue(TypeDecorator[Any]):
         return None if value is None else self._adapter.dump_python(value, mode="json")
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
-        return None if value is None else self._adapter.validate_python(value)
+        if value is None:
+            return None
+        try:
+            return self._adapter.validate_python(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            return Unreadable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
 
 
 STUDY_ID = String(32)

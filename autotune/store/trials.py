@@ -9,7 +9,7 @@ from autotune.domain.errors import NotFoundError
 from autotune.domain.page import Page
 from autotune.domain.prediction import Prediction
 from autotune.domain.study import EventKind, Trial, TrialRole, TrialState
-from autotune.store.base import Clock, Repository, decode_cursor, encode_cursor, page_size, storable
+from autotune.store.base import Clock, Repository, decode_cursor, encode_cursor, page_size, require_readable, storable
 from autotune.store.events import EventRepository
 from autotune.store.tables import studies, trial_logs, trials
 from engine.config import TrainConfig
@@ -119,6 +119,18 @@ class TrialRepository(Repository):
         return self._connection.execute(
             delete(trials).where(trials.c.study_id == study_id, trials.c.state == TrialState.RUNNING)).rowcount
 
+    def cancel_running(self, study_id: str) -> None:
+        """Put the trial under way on record as cancelled. Not fenced: for whoever ends the study in the transaction."""
+        detail = "the study ended while this trial ran"
+        numbers = self._connection.execute(
+            update(trials).where(trials.c.study_id == study_id, trials.c.state == TrialState.RUNNING)
+            .values(state=TrialState.FINISHED, outcome=Outcome.CANCELLED, detail=detail, finished_at=self._clock())
+            .returning(trials.c.number)).scalars().all()
+        for number in numbers:
+            self._events.append(study_id, EventKind.TRIAL_FINISHED, {
+                "number": number, "outcome": Outcome.CANCELLED, "detail": detail, "repeats": 0,
+                "tokens_per_second": None})
+
     def list(self, study_id: str) -> tuple[Trial, ...]:
         """All trials of a study by number; none for an unknown study."""
         rows = self._connection.execute(
@@ -200,6 +212,8 @@ def _is(study_id: str, number: int) -> tuple[Any, Any]:
 
 
 def _trial(row: Row[Any]) -> Trial:
+    """Raises: UnreadableError."""
+    require_readable(row, f"trial {row.number} of study {row.study_id}")
     return Trial(
         study_id=row.study_id, number=row.number, role=TrialRole(row.role), state=TrialState(row.state),
         config=row.config, prediction=row.prediction, outcome=None if row.outcome is None else Outcome(row.outcome),

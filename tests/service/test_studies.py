@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+from sqlalchemy import text
 from starlette.testclient import TestClient
 
 from autotune.domain.study import StudyState
@@ -288,3 +289,16 @@ def test_hardware_says_who_holds_what(client: TestClient, database: Database, re
     assert [(device["index"], device["study_id"]) for device in view["devices"]] == [(0, None), (1, study_id)]
     assert view["hosts"][0]["device_count"] == 2
     assert view["profiles"][0]["matmul_flops_per_second"]["fp32"] == 1e10
+
+
+def test_a_study_that_cannot_be_read_says_so_and_leaves_the_list_working(
+        client: TestClient, database: Database) -> None:
+    readable, spoilt = queued(database), queued(database)
+    with database.begin() as transaction:
+        transaction.studies._connection.execute(
+            text("UPDATE studies SET request = '{}' WHERE id = :id"), {"id": spoilt})
+    assert [item["id"] for item in client.get("/api/v1/studies").json()["items"]] == [readable]
+    response = client.get(f"/api/v1/studies/{spoilt}")
+    assert response.status_code == 500
+    assert response.json()["type"] == "urn:autotune:problem:unreadable"
+    assert "request is not valid (name: Field required)" in response.json()["detail"]

@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import pytest
+from sqlalchemy import text
 
 from autotune.domain.errors import NotFoundError
 from autotune.domain.hardware import Device
@@ -80,6 +81,23 @@ def test_profiles_are_found_by_key(database: Database, clock: FakeClock) -> None
         assert tx.profiles.hardware("key") == sample_hardware_profile(memory_bytes=5)
         assert tx.profiles.hardware("hardware-1") is None
         assert [profile.fingerprint for profile in tx.profiles.list_hardware()] == ["hardware-1", "hardware-2"]
+
+
+def test_what_cannot_be_read_is_as_if_it_were_not_there(database: Database) -> None:
+    with database.begin() as tx:
+        tx.profiles.put_model(sample_model_profile())
+        tx.profiles.put_hardware(sample_hardware_profile(), key="key")
+        tx.best.put(sample_best())
+        for table, column in (("model_profiles", "profile"), ("hardware_profiles", "profile"),
+                              ("best_configs", "best")):
+            tx.best._connection.execute(text(f"UPDATE {table} SET {column} = '{{}}'"))
+    with database.read() as tx:
+        assert tx.profiles.model("model-1") is None
+        assert tx.profiles.hardware("key") is None
+        assert tx.profiles.list_hardware() == ()
+        assert tx.best.for_model("gpt-tiny") == tx.best.models() == ()
+        with pytest.raises(NotFoundError, match="can be read"):
+            tx.best.get(sample_best().study_id)
 
 
 def test_hosts_report_that_they_are_there(database: Database, clock: FakeClock) -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 from sqlalchemy import select, text, update
 
-from autotune.domain.errors import ConflictError, StoreUnavailableError
+from autotune.domain.errors import ConflictError, StoreUnavailableError, UnreadableError
 from autotune.store import Database
 from autotune.store.tables import studies
 from tests.support.samples import FakeClock, sample_request
@@ -56,7 +56,7 @@ def test_stored_values_are_validated_when_read(database: Database) -> None:
         broken = broken if isinstance(broken, str) else json.dumps(broken)
         connection.execute(text("UPDATE studies SET request = :request"),
                            {"request": broken.replace('"global_batch_size"', '"batch"')})
-    with database.read() as tx, pytest.raises(ValueError, match="global_batch_size"):
+    with database.read() as tx, pytest.raises(UnreadableError, match="global_batch_size"):
         tx.studies.get(study.id)
 
 

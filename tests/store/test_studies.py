@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import pytest
+from sqlalchemy import text
 
-from autotune.domain.errors import ConflictError, InvalidRequestError, LeaseLostError, NotFoundError
-from autotune.domain.study import EventKind, PlanSummary, Progress, Study, StudyPhase, StudyState, TrialRole
+from autotune.domain.errors import ConflictError, InvalidRequestError, LeaseLostError, NotFoundError, UnreadableError
+from autotune.domain.study import EventKind, PlanSummary, Progress, Study, StudyPhase, StudyState, TrialRole, TrialState
 from autotune.store import Database, Transaction
 from engine.config import TrainConfig
 from engine.report import Outcome
@@ -138,6 +139,63 @@ def test_a_running_study_without_a_scheduler_is_cancelled_at_once(database: Data
         assert tx.studies.request_cancel(study.id).state is StudyState.CANCELLED
     with database.begin() as tx, pytest.raises(LeaseLostError):
         tx.studies.set_progress(study.id, 1, Progress(trials_finished=1))
+
+
+def test_no_trial_runs_on_in_a_study_that_has_ended(database: Database, clock: FakeClock) -> None:
+    left, failed = claimed(database, name="left"), claimed(database, name="failed")
+    for study in (left, failed):
+        started(database, study)
+    with database.begin() as tx:
+        tx.studies.finish(failed.id, 1, StudyState.FAILED, error="no workers could be started")
+    clock.advance(11)
+    with database.begin() as tx:
+        tx.studies.request_cancel(left.id)
+    with database.read() as tx:
+        for study in (left, failed):
+            (trial,) = tx.trials.list(study.id)
+            assert (trial.state, trial.outcome) == (TrialState.FINISHED, Outcome.CANCELLED)
+            assert trial.finished_at is not None
+            assert [event.kind for event in tx.events.after(0, study_id=study.id)][-2:] == [
+                EventKind.TRIAL_FINISHED, EventKind.STUDY_STATE]
+
+
+def spoil(database: Database, study: Study) -> None:
+    """Store a request that this release does not know, as another one may have."""
+    with database.begin() as tx:
+        tx.studies._connection.execute(
+            text("UPDATE studies SET request = :request WHERE id = :id"),
+            {"id": study.id, "request": '{"name": "old", "of_another_release": 1}'})
+
+
+def test_a_study_that_cannot_be_read_fails_and_holds_up_nobody(database: Database) -> None:
+    with database.begin() as tx:
+        spoilt, next_one = tx.studies.add(sample_request("spoilt")), tx.studies.add(sample_request("next"))
+    spoil(database, spoilt)
+    assert claim(database) is None, "it is failed in this turn"
+    claimed_one = claim(database)
+    assert claimed_one is not None
+    assert claimed_one.id == next_one.id
+    with database.read() as tx:
+        assert [study.id for study in tx.studies.page().items] == [next_one.id]
+        assert tx.studies.count()[StudyState.FAILED] == 1
+        (event,) = (event for event in tx.events.after(0, study_id=spoilt.id) if event.data["state"] == "failed")
+        assert "its stored request is not valid" in event.data["error"]
+        with pytest.raises(UnreadableError, match="request is not valid"):
+            tx.studies.get(spoilt.id)
+        assert [model.name for model in tx.best.models()] == ["next"]
+    with database.begin() as tx:
+        tx.studies.delete(spoilt.id)
+
+
+def test_an_interrupted_study_that_cannot_be_read_fails_with_its_trial(database: Database, clock: FakeClock) -> None:
+    study = claimed(database)
+    started(database, study)
+    spoil(database, study)
+    clock.advance(11)
+    assert claim(database) is None
+    with database.read() as tx:
+        assert tx.studies.count()[StudyState.FAILED] == 1
+        assert [trial.outcome for trial in tx.trials.list(study.id)] == [Outcome.CANCELLED]
 
 
 def test_only_ended_studies_are_deleted_and_their_best_stays(database: Database) -> None:
