@@ -26,7 +26,7 @@ from tests.engine.training import (
     start,
     train,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import RankError, Ranks
 
 RanksOf = Callable[[int], Ranks]
 
@@ -71,6 +71,33 @@ def _checks_itself_reentrantly() -> nn.Module:
 @pytest.mark.parametrize("build", [ChecksItself, _checks_itself_reentrantly])
 def test_models_that_checkpoint_by_themselves(ranks: RanksOf, stage: int, build: Callable[[], nn.Module]) -> None:
     setup = Setup(build, TrainConfig(zero_stage=stage))
+    assert_same_weights(ranks(2).run(train, setup), reference(setup))
+
+
+class SharesCheckpointed(nn.Module):
+    """One layer in several reentrant checkpoints: its gradients come once for each, after others were complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(FEATURES, 10)
+        self.shared = nn.Linear(10, 10)
+        self.leave = nn.Linear(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for _ in range(3):
+            x = torch.tanh(checkpoint(self.shared, x, use_reentrant=True))
+        return self.leave(x)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_after_their_reduction_are_refused(ranks: RanksOf, stage: int) -> None:
+    with pytest.raises(RankError, match=r"shared\.weight.*use_reentrant=True: set it to False"):
+        ranks(2).run(train, Setup(SharesCheckpointed, TrainConfig(zero_stage=stage, reduce_bucket_size=16)))
+
+
+def test_at_stage_3_gradients_after_their_reduction_count(ranks: RanksOf) -> None:
+    setup = Setup(SharesCheckpointed, TrainConfig(zero_stage=3, reduce_bucket_size=16))
     assert_same_weights(ranks(2).run(train, setup), reference(setup))
 
 
