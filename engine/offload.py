@@ -51,15 +51,20 @@ class Transfers(Protocol):
         """Start copying a device tensor (n,) to the host.
 
         Returns:
-            Waits and gives the host tensor, which is good until the second next `fetch`.
+            Waits and gives the host tensor, which is good until `fetch` was called `buffers` times more.
         """
 
     def store(self, source: Tensor, destination: Tensor) -> None:
         """Copy a host tensor to a device tensor, converted; the device's current stream sees it afterwards."""
 
 
-def make_transfers(device: torch.device, host: HostMemory) -> Transfers:
-    return DirectTransfers() if device.type == "cpu" else StreamedTransfers(device, host)
+def make_transfers(device: torch.device, host: HostMemory, *, buffers: int) -> Transfers:
+    """Transfers of a device.
+
+    Args:
+        buffers: fetched tensors that are in use at once, at most.
+    """
+    return DirectTransfers() if device.type == "cpu" else StreamedTransfers(device, host, buffers=buffers)
 
 
 class DirectTransfers:
@@ -75,10 +80,10 @@ class DirectTransfers:
 class StreamedTransfers:
     """On a stream of their own beside the device's computation, ordered by events, through reused host buffers."""
 
-    def __init__(self, device: torch.device, host: HostMemory) -> None:
+    def __init__(self, device: torch.device, host: HostMemory, *, buffers: int) -> None:
         self._device, self._host = device, host
         self._stream = torch.Stream(device)
-        self._incoming = [_Buffer(), _Buffer()]
+        self._incoming = [_Buffer() for _ in range(buffers)]
         self._outgoing = [_Buffer(), _Buffer()]
 
     def fetch(self, source: Tensor) -> Callable[[], Tensor]:

@@ -24,14 +24,15 @@ class OwnedUpdate:
                  device: torch.device) -> None:
         self.optimizer, self._stage, self._host, self._device = optimizer, stage, host, device
         groups = groups_of(optimizer, stage.buckets)
-        offload = Offload(host_ratio, host, make_transfers(device, host))
-        self._parts = [make_parts(bucket, stage, groups, offload) for bucket in stage.buckets]
-        adopt(optimizer, list(self.parts))
-        self._scales_in_kernel = scales_in_kernel(optimizer)
         # A bucket at a time bounds the memory of converted gradients, and lets the transfers of its neighbours run
         # meanwhile. Only optimizers known to keep all state per parameter may be stepped so.
         indices = [[bucket.index] for bucket in stage.buckets]
         self._rounds = indices if is_stock(optimizer) else [[index for one in indices for index in one]]
+        at_once = sum(len(round_) for round_ in self._rounds[:2])  # one round's gradients are used while the next come
+        offload = Offload(host_ratio, host, make_transfers(device, host, buffers=at_once))
+        self._parts = [make_parts(bucket, stage, groups, offload) for bucket in stage.buckets]
+        adopt(optimizer, list(self.parts))
+        self._scales_in_kernel = scales_in_kernel(optimizer)
 
     @property
     def parts(self) -> Iterator[Part]:
@@ -56,7 +57,8 @@ class OwnedUpdate:
             divisor: gradients are divided by it first.
         """
         if self._scales_in_kernel and divisor != 1:
-            self.optimizer.grad_scale = torch.tensor(divisor, device=self._device)  # type: ignore[attr-defined]
+            # On the host: to there, optimizers copy it from a device without waiting for it to arrive.
+            self.optimizer.grad_scale = torch.tensor(divisor)  # type: ignore[attr-defined]
             divisor = 1
         whole_groups = [group["params"] for group in self.optimizer.param_groups]
         upcoming = self._receive(self._rounds[0]) if self._rounds else []

@@ -1,20 +1,25 @@
 """Optimizer states and parameters on the host, at any ratio."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from engine import OptimizerConfig, TrainConfig
-from engine.offload import HostMemory
+from engine.offload import DirectTransfers, HostMemory
 from engine.report import StateBytes
+from tests.engine.test_optimizers import sign_momentum
 from tests.engine.training import (
     FEATURES,
     Awkward,
+    Optimizer,
     Setup,
+    Weights,
     assert_same_weights,
     micro_batches,
+    perceptron,
     reference,
     run_step,
     start,
@@ -106,6 +111,49 @@ def test_the_host_updates_with_the_clipped_gradient(ranks: RanksOf, stage: int, 
     for moved, norm in ranks(2).run(_clipped_step, stage, ratio):
         assert norm == pytest.approx(10.0, rel=1e-5)
         assert moved == pytest.approx(1.0, rel=1e-5)
+
+
+class ReusedBuffers(DirectTransfers):
+    """Fetches into as many buffers as were asked for, in turn, as from an accelerator."""
+
+    def __init__(self, buffers: int) -> None:
+        self._buffers = [torch.empty(0)] * buffers
+        self._fetched = 0
+
+    def fetch(self, source: torch.Tensor) -> Callable[[], torch.Tensor]:
+        number = self._fetched % len(self._buffers)
+        self._fetched += 1
+        if self._buffers[number].numel() < source.numel():
+            self._buffers[number] = torch.empty_like(source)
+        staged = self._buffers[number][:source.numel()]
+        staged.copy_(source)
+        return lambda: staged
+
+
+def _train_through_reused_buffers(setup: Setup) -> list[Weights]:
+    with mock.patch("engine.update.make_transfers", lambda *_, buffers: ReusedBuffers(buffers)):
+        return train(setup)
+
+
+@pytest.mark.parametrize("optimizer", [OptimizerConfig(lr=0.01, weight_decay=0.1), sign_momentum])
+def test_gradients_on_the_host_stay_until_they_are_used(ranks: RanksOf, optimizer: Optimizer) -> None:
+    setup = Setup(Awkward, TrainConfig(offload_optimizer_ratio=1.0, reduce_bucket_size=50), optimizer)
+    assert_same_weights(ranks(2).run(_train_through_reused_buffers, setup), reference(setup))
+
+
+def _divisor_of_kernels() -> list[torch.device]:
+    trainer = start(Setup(perceptron, TrainConfig(gradient_accumulation_steps=2)))
+    trainer._update._device = torch.device("meta")  # stands for an accelerator
+    seen: list[torch.device] = []
+    trainer.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.grad_scale.device))
+    run_step(trainer, 0)
+    trainer.close()
+    return seen
+
+
+def test_fused_kernels_find_their_divisor_on_the_host(ranks: RanksOf) -> None:
+    """From a device, torch.optim copies it to the host without waiting: parts on the host would read what was there."""
+    assert ranks(1).run(_divisor_of_kernels) == [[torch.device("cpu")]]
 
 
 def test_memory_that_cannot_be_pinned_is_used_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
