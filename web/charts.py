@@ -14,7 +14,7 @@ from autotune.domain.study import Trial
 from autotune.domain.throughput import Throughput, shown_throughput
 from engine.report import Measurement, Outcome
 from web import format as fmt
-from web.measured import fastest, peak_device_bytes
+from web.measured import fastest
 from web.words import trial_cue
 
 Figure = dict[str, Any]
@@ -162,7 +162,7 @@ def _ended_badly(trial: Trial) -> bool:
 
 
 def _peak_or_prediction(trial: Trial) -> int | None:
-    measured = peak_device_bytes(trial)
+    measured = trial.peak_device_bytes
     if measured is None and _ended_badly(trial) and trial.prediction is not None:
         return trial.prediction.peak_device_bytes
     return measured
@@ -170,7 +170,7 @@ def _peak_or_prediction(trial: Trial) -> int | None:
 
 def _hover(trial: Trial) -> str:
     """Escaped lines about one trial."""
-    config, rate, peak = trial.config, shown_throughput(trial), peak_device_bytes(trial)
+    config, rate, peak = trial.config, shown_throughput(trial), trial.peak_device_bytes
     lines = [f"trial {trial.number} · {trial_cue(trial).label}"]
     if rate is not None:
         lines.append(f"{fmt.rate(rate.tokens_per_second)} · {fmt.seconds(rate.step_seconds)} per step")

@@ -10,7 +10,7 @@ from autotune.domain.study import BestConfig, PlanSummary, Study, StudyPhase, St
 from autotune.domain.throughput import Throughput, shown_throughput
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome
-from web.measured import fastest, peak_device_bytes, peak_host_bytes
+from web.measured import fastest
 from web.trials_view import KNOBS
 from web.words import OUTCOMES, PHASES, ROLES, Cue, describe_model, study_cue, trial_cue
 
@@ -240,9 +240,9 @@ def trial_page(study: Study, trial: Trial, trials: Sequence[Trial]) -> TrialPage
     return TrialPage(
         study=study, trial=trial, cue=trial_cue(trial), role=ROLES[trial.role], rate=rate,
         gain=rate.tokens_per_second / baseline_rate.tokens_per_second if rate and baseline_rate else None,
-        peak_device_bytes=peak_device_bytes(trial), peak_host_bytes=peak_host_bytes(trial), last_run=last_run,
+        peak_device_bytes=trial.peak_device_bytes, peak_host_bytes=trial.peak_host_bytes, last_run=last_run,
         compared=compare(trial), phases=phase_segments(last_run) if last_run else (),
-        memory=memory_bar(trial.prediction, peak_device_bytes(trial), memory_limit(study)),
+        memory=memory_bar(trial.prediction, trial.peak_device_bytes, memory_limit(study)),
         diff=config_diff(baseline.config if baseline else trial.config, trial.config),
         previous=max((number for number in numbers if number < trial.number), default=None),
         next=min((number for number in numbers if number > trial.number), default=None))
@@ -308,7 +308,7 @@ def best_view(study: Study, trials: Sequence[Trial]) -> BestView | None:
     best = fastest(tuple(trials))
     if best is None:
         return None
-    rate, peak = shown_throughput(best), peak_device_bytes(best)
+    rate, peak = shown_throughput(best), best.peak_device_bytes
     assert rate is not None
     assert peak is not None
     baseline = next((trial for trial in trials if trial.number == 0), None)
@@ -316,10 +316,10 @@ def best_view(study: Study, trials: Sequence[Trial]) -> BestView | None:
     return BestView(
         trial_number=best.number, standing="not confirmed" if study.state.is_final else "so far",
         tokens_per_second=rate.tokens_per_second, interval=rate.interval, step_seconds=rate.step_seconds,
-        peak_device_bytes=peak, peak_host_bytes=peak_host_bytes(best) or 0,
+        peak_device_bytes=peak, peak_host_bytes=best.peak_host_bytes or 0,
         baseline_number=baseline.number if baseline else None,
         baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate else None,
-        baseline_peak_device_bytes=peak_device_bytes(baseline) if baseline else None,
+        baseline_peak_device_bytes=baseline.peak_device_bytes if baseline else None,
         speedup=rate.tokens_per_second / baseline_rate.tokens_per_second if baseline_rate else None,
         speedup_interval=None, tie_with=(), diff=config_diff(baseline.config if baseline else best.config, best.config))
 
@@ -336,9 +336,9 @@ def compare(trial: Trial) -> tuple[Compared, ...]:
     if prediction is None:
         return ()
     return (Compared(label="Peak device memory", unit="bytes", predicted=prediction.peak_device_bytes,
-                     measured=peak_device_bytes(trial)),
+                     measured=trial.peak_device_bytes),
             Compared(label="Peak host memory", unit="bytes", predicted=prediction.peak_host_bytes,
-                     measured=peak_host_bytes(trial)),
+                     measured=trial.peak_host_bytes),
             Compared(label="Step time", unit="seconds", predicted=prediction.step_seconds,
                      measured=rate.step_seconds if rate else None))
 

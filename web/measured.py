@@ -1,17 +1,7 @@
-"""What was measured of a trial over all its runs."""
+"""Which trial is the fastest of those shown."""
 
 from autotune.domain.study import Trial
 from autotune.domain.throughput import shown_throughput
-
-
-def peak_device_bytes(trial: Trial) -> int | None:
-    """Largest device bytes per rank over all runs."""
-    return max((run.peak_device_bytes for run in trial.measurements), default=None)
-
-
-def peak_host_bytes(trial: Trial) -> int | None:
-    """Largest host bytes per rank (offload) over all runs."""
-    return max((run.peak_host_bytes for run in trial.measurements), default=None)
 
 
 def fastest(trials: tuple[Trial, ...]) -> Trial | None:

@@ -10,7 +10,7 @@ from autotune.domain.study import Trial, TrialState
 from autotune.domain.throughput import Throughput, shown_throughput
 from engine.config import TrainConfig
 from engine.report import Outcome
-from web.measured import fastest, peak_device_bytes, peak_host_bytes
+from web.measured import fastest
 from web.words import OUTCOMES, ROLES, Cue, trial_cue
 
 KNOBS: tuple[str, ...] = tuple(TrainConfig.model_fields)
@@ -154,7 +154,7 @@ def _row(trial: Trial, baseline: Throughput | None, *, is_best: bool) -> TrialRo
     gain = rate.tokens_per_second / baseline.tokens_per_second if rate and baseline else None
     return TrialRow(
         number=trial.number, role=ROLES[trial.role], cue=trial_cue(trial), running=trial.state is TrialState.RUNNING,
-        rate=rate, gain=gain, peak_device_bytes=peak_device_bytes(trial), peak_host_bytes=peak_host_bytes(trial),
+        rate=rate, gain=gain, peak_device_bytes=trial.peak_device_bytes, peak_host_bytes=trial.peak_host_bytes,
         runs=len(trial.measurements), contended=any(run.contended for run in trial.measurements), is_best=is_best,
         detail=trial.detail, config=trial.config)
 

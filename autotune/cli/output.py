@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from autotune.domain.study import Progress, StudyPhase, StudyState, Trial
+from autotune.domain.throughput import shown_throughput
 from engine.config import TrainConfig
 from engine.report import Outcome
 
@@ -101,13 +103,21 @@ def config_text(config: TrainConfig, base: TrainConfig | None = None) -> str:
 def trial_line(trial: Trial, base: TrainConfig | None = None) -> str:
     """One finished trial on one line."""
     parts = [f"trial {trial.number:>3}", f"{outcome_text(trial):<12}"]
-    if trial.measurement is not None:
-        parts += [f"{rate_text(trial.measurement.tokens_per_second):>14}",
-                  f"peak {bytes_text(trial.measurement.peak_device_bytes):>10}"]
+    speed, peak = measured_text(trial)
+    if speed:
+        parts += [f"{speed:>14}", f"peak {peak:>10}"]
     parts.append(config_text(trial.config, base))
     if trial.detail and trial.outcome is not Outcome.OK:
         parts.append(f"- {first_line(trial.detail)}")
     return "  ".join(parts)
+
+
+def measured_text(trial: Trial) -> tuple[str, str]:
+    """(speed, peak device memory) over all of a trial's measurements; empty where nothing was measured."""
+    if trial.measurement is None or trial.peak_device_bytes is None:
+        return "", ""
+    rate = shown_throughput(trial) or trial.measurement  # the latter of a trial that did not end well
+    return rate_text(rate.tokens_per_second), bytes_text(trial.peak_device_bytes)
 
 
 def outcome_text(trial: Trial) -> str:
@@ -125,7 +135,7 @@ def studies_table(rows: Iterable[tuple[str, str, str, str, str]]) -> Table:
     for title in ("id", "name", "state", "trials", "best"):
         table.add_column(title, no_wrap=title in ("id", "state", "trials"))
     for row in rows:
-        table.add_row(row[0], row[1], f"[{STATE_STYLES[row[2]]}]{row[2]}[/]", row[3], row[4])
+        table.add_row(row[0], escape(row[1]), f"[{STATE_STYLES[row[2]]}]{row[2]}[/]", row[3], row[4])
     return table
 
 

@@ -13,9 +13,9 @@ from rich.text import Text
 from autotune.cli.output import (
     STATE_STYLES,
     StudyLike,
-    bytes_text,
     config_text,
     first_line,
+    measured_text,
     outcome_text,
     progress_text,
     rate_text,
@@ -107,11 +107,9 @@ def _table(trials: dict[int, Trial], best: int | None) -> Table:
     base = trials[0].config if 0 in trials else None
     for number in sorted(trials)[-SHOWN_TRIALS:]:
         trial = trials[number]
-        measured = trial.measurement
         outcome = outcome_text(trial)
         color = {"ok": "green", "running": "cyan"}.get(outcome, "yellow")
         table.add_row(
             f"{'* ' if number == best else ''}{number}", f"[{color}]{outcome}[/]",
-            rate_text(measured.tokens_per_second) if measured else "",
-            bytes_text(measured.peak_device_bytes) if measured else "", escape(config_text(trial.config, base)))
+            *measured_text(trial), escape(config_text(trial.config, base)))
     return table

@@ -90,6 +90,16 @@ class Trial(Value):
         """Seconds of every measured step over all measurements."""
         return tuple(seconds for measurement in self.measurements for seconds in measurement.step_seconds)
 
+    @property
+    def peak_device_bytes(self) -> int | None:
+        """Largest per rank over all measurements; None where there is none."""
+        return max((measurement.peak_device_bytes for measurement in self.measurements), default=None)
+
+    @property
+    def peak_host_bytes(self) -> int | None:
+        """As `peak_device_bytes`, of what was offloaded."""
+        return max((measurement.peak_host_bytes for measurement in self.measurements), default=None)
+
 
 class Progress(Value):
     """How far a study is.

@@ -85,7 +85,7 @@ def choose(trials: Sequence[Trial], *, among: Sequence[int] | None = None) -> Ch
         peak_host_bytes=_peak(trial)[1], confirmed=sum(is_valid(each) for each in trial.measurements) > 1,
         baseline_trial_number=baseline.number if baseline is not None else None,
         baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate is not None else None,
-        baseline_peak_device_bytes=_peak(baseline)[0] if baseline is not None and baseline.measurements else None,
+        baseline_peak_device_bytes=baseline.peak_device_bytes if baseline is not None else None,
         speedup=speedup, speedup_interval=speedup_interval,
         tie_with=tuple(sorted(number for number in tied if number != winner)))
 
@@ -113,9 +113,11 @@ def _fastest(trial: Trial) -> float:
 
 
 def _peak(trial: Trial) -> tuple[int, int]:
-    """(device, host) bytes, the largest over the trial's measurements."""
-    return (max(measurement.peak_device_bytes for measurement in trial.measurements),
-            max(measurement.peak_host_bytes for measurement in trial.measurements))
+    """(device, host) bytes of a trial that was measured."""
+    device, host = trial.peak_device_bytes, trial.peak_host_bytes
+    assert device is not None
+    assert host is not None
+    return device, host
 
 
 def _speedup(rate: Throughput, baseline: Throughput | None,

@@ -115,6 +115,12 @@ class TestList:
         assert text.index(second) < text.index(first)
         assert json.loads(run("list", "--json", "--model", "only-here", "--state", "failed").out) == []
 
+    def test_a_name_is_shown_as_it_is(self, run: Run, connected: RunningService, database: Database) -> None:
+        queued(database, sample_request("[/odd] [red]name"))
+        result = run("list", "--model", "[/odd] [red]name")
+        assert result.code == 0
+        assert "[/odd] [red]name" in result.out
+
     def test_unknown_state(self, run: Run, connected: RunningService) -> None:
         result = run("list", "--state", "done")
         assert result.code == 1

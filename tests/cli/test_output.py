@@ -1,0 +1,19 @@
+"""How values look in a terminal."""
+
+import pytest
+
+from autotune.cli.output import trial_line
+from autotune.domain.study import Trial, TrialRole, TrialState
+from engine.config import TrainConfig
+from engine.report import Outcome
+from tests.support.samples import START, sample_measurement
+
+
+@pytest.mark.parametrize(("outcome", "speed"), [(Outcome.OK, "640 tok/s"), (Outcome.NON_FINITE, "1,280 tok/s")])
+def test_a_trial_shows_all_its_measurements_where_they_count(outcome: Outcome, speed: str) -> None:
+    first, again = sample_measurement(0.1), sample_measurement(0.3, peak_device_bytes=3 * 2**20)
+    trial = Trial(study_id="0" * 32, number=1, role=TrialRole.SUGGESTED, state=TrialState.FINISHED, outcome=outcome,
+                  config=TrainConfig(micro_batch_size=8), measurement=first, repeats=(again,), started_at=START)
+    line = trial_line(trial)
+    assert speed in line
+    assert "3.0 MiB" in line
