@@ -29,9 +29,9 @@ STUDIES = ("gpt.json", "vit.json", "huggingface.json", "python_task/study.json")
 def test_the_studies_are_valid(name: str) -> None:
     request = StudyRequest.model_validate_json((EXAMPLES / name).read_text())
     space = parse_space(request)
-    micro = {config.micro_batch_size for config in space.enumerate()}
+    micro = {config.micro_batch_size for config in space.points}
     assert len(micro) == 4
-    assert {config.zero_stage for config in space.enumerate()} == {0, 1, 2, 3}
+    assert {config.zero_stage for config in space.points} == {0, 1, 2, 3}
 
 
 def test_the_own_task_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
