@@ -74,8 +74,8 @@ class FlatParameters:
         late = [state.bucket for state in self.gradients.states if state.local is not None]
         if late:
             names = ", ".join(slot.managed.name for bucket in late for slot in bucket.slots)
-            raise RuntimeError(f"gradients came again after they were reduced, for one or more of {names}: a parameter is "
-                               "shared by checkpoints with use_reentrant=True; set it to False")
+            raise RuntimeError(f"gradients came again after they were reduced, for one or more of {names}: checkpoints "
+                               "with use_reentrant=True share a parameter; set it to False")
         self.gradients.finish()
 
     def publish(self, bucket: Bucket) -> None:
