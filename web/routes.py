@@ -296,6 +296,6 @@ def study(request: Request, study_id: StudyId, services: ServicesDep, dashboard:
 def error_page(request: Request, problem: Problem) -> Response:
     """An error for a browser."""
     dashboard = get_dashboard(request)
-    public = request.app.state.services.auth.is_public(request.url.path)
+    public = request.app.state.services.auth.is_public(request.scope["path"])
     return dashboard.pages.render("error.html", status=problem.status, section="", signed_in=not public,
                                   title=problem.title, detail=problem.detail)

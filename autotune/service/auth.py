@@ -68,11 +68,8 @@ class Auth:
                 if not transaction.tokens.verify(hash_secret(token)):
                     transaction.tokens.replace(hash_secret(token))
                 return token
-            if transaction.tokens.exists():
-                return None
             token = secrets.token_urlsafe(32)
-            transaction.tokens.replace(hash_secret(token))
-            return token
+            return token if transaction.tokens.add_first(hash_secret(token)) else None
 
     def new_token(self) -> str:
         """Replace the token. The old one and all sessions end at once."""
@@ -112,6 +109,11 @@ class Auth:
     # requests
 
     def is_public(self, path: str) -> bool:
+        """Whether the path, as in the request's scope, needs neither token nor session.
+
+        `Request.url` will not do: it is put together with the Host header, which older releases of Starlette took as
+        it came, so that a header such as ``127.0.0.1/static/?`` made every path a public one.
+        """
         return path in self.public_paths or path.startswith(self.public_prefixes)
 
     def authenticate(self, request: Request) -> bool:

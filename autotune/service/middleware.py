@@ -156,7 +156,7 @@ class AuthMiddleware:
         await (refusal or self._app)(scope, receive, send)
 
     async def _refusal(self, request: Request) -> Response | None:
-        if self._auth.is_public(request.url.path) or await run_in_threadpool(self._auth.authenticate, request):
+        if self._auth.is_public(request.scope["path"]) or await run_in_threadpool(self._auth.authenticate, request):
             if self._auth.is_same_origin(request):
                 return None
             return answer(request, make_problem(

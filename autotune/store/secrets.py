@@ -28,13 +28,17 @@ class TokenRepository(SettingsRepository):
         """Accept this token from now on, and no other."""
         self.put(self._KEY, token_hash)
 
+    def add_first(self, token_hash: str) -> bool:
+        """Accept this token unless there is one; whether it is the one now. Of several at once one succeeds."""
+        written = self._connection.execute(
+            self._insert(settings).values(key=self._KEY, value=token_hash)
+            .on_conflict_do_nothing(index_elements=["key"]).returning(settings.c.key))
+        return written.one_or_none() is not None
+
     def verify(self, token_hash: str) -> bool:
         """Whether this is the token's hash; takes as long for a wrong one as for the right one."""
         stored = self.get(self._KEY)
         return stored is not None and hmac.compare_digest(stored.encode(), token_hash.encode())
-
-    def exists(self) -> bool:
-        return self.get(self._KEY) is not None
 
 
 class SessionRepository(SettingsRepository):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
+from starlette.datastructures import URL
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
@@ -241,3 +242,13 @@ def test_every_answer_carries_security_headers(client: TestClient, anonymous: Te
         assert "default-src 'self'" in policy
         assert "frame-ancestors 'none'" in policy
         assert "unsafe" not in policy
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1/static/?", "127.0.0.1/static/#", "127.0.0.1/login?"])
+def test_the_host_header_makes_no_path_public(app: FastAPI, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    def as_older_releases_did(self: Request) -> URL:
+        return URL(f"http://{self.headers['host']}{self.scope['path']}")
+
+    monkeypatch.setattr(Request, "url", property(as_older_releases_did))
+    with TestClient(app, base_url=BASE_URL) as client:
+        assert client.get("/api/v1/studies", headers={"Host": host}).status_code == 401

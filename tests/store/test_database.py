@@ -123,13 +123,12 @@ def test_text_that_a_database_cannot_hold_is_made_storable(database: Database) -
 
 def test_tokens_are_replaced_and_verified(database: Database) -> None:
     with database.begin() as tx:
-        assert not tx.tokens.exists()
         assert not tx.tokens.verify("hash-1")
-        tx.tokens.replace("hash-1")
+        assert tx.tokens.add_first("hash-1")
+        assert not tx.tokens.add_first("hash-0"), "there is one"
         assert tx.tokens.verify("hash-1")
         tx.tokens.replace("hash-2")
     with database.read() as tx:
-        assert tx.tokens.exists()
         assert tx.tokens.verify("hash-2")
         assert not tx.tokens.verify("hash-1")
 
