@@ -26,6 +26,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from autotune.domain.errors import FieldError, InvalidRequestError
+from engine.spec import is_allowed_entry_point
 
 DEFAULT_PORT = 8420
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -115,8 +116,7 @@ class Settings(BaseSettings):
 
     def allows_task(self, entry_point: str) -> bool:
         """Whether ``package.module:make_task`` lies under an allowed prefix, compared by whole module names."""
-        module = entry_point.partition(":")[0]
-        return any(module == prefix or module.startswith(prefix.rstrip(".") + ".") for prefix in self.allowed_tasks)
+        return is_allowed_entry_point(entry_point, self.allowed_tasks)
 
 
 def _is_ip_address(host: str) -> bool:

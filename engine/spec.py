@@ -81,7 +81,7 @@ def allowed_prefixes(text: str) -> tuple[str, ...]:
 def is_allowed_entry_point(entry_point: str, prefixes: tuple[str, ...]) -> bool:
     """Whether an entry point's module is one of the prefixes or lies below one; `ab` does not allow `abc`."""
     module = entry_point.partition(":")[0]
-    return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
+    return any(f"{module}.".startswith(f"{prefix.rstrip('.')}.") for prefix in prefixes)
 
 
 ModelSpec = Annotated[GptSpec | VitSpec | HuggingFaceSpec | PythonSpec, Field(discriminator="kind")]
