@@ -9,6 +9,7 @@ from starlette.responses import RedirectResponse, Response
 
 from autotune.domain.errors import FieldError, InvalidRequestError
 from autotune.domain.request import Sampler
+from autotune.service.api.parameters import StudyId
 from autotune.service.fields import parse_request
 from autotune.service.state import Services, ServicesDep
 from web.forms import (
@@ -40,7 +41,7 @@ def new_study(services: ServicesDep, dashboard: DashboardDep, mode: str = "form"
 
 
 @router.get("/studies/new/from/{study_id}")
-def copy_study(study_id: str, services: ServicesDep, dashboard: DashboardDep) -> Response:
+def copy_study(study_id: StudyId, services: ServicesDep, dashboard: DashboardDep) -> Response:
     """The editor with an earlier study's request."""
     request = services.queries.study(study_id).request
     return _editor(dashboard, _text(request.model_dump(mode="json", exclude_defaults=True)))

@@ -28,8 +28,6 @@ WATCH_SECONDS = 0.2
 GRACE_SECONDS = 1
 """How long requests under way may take once the server stops; open streams end at once."""
 
-_OWN_TOKEN_WARNING = 16
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
@@ -221,10 +219,11 @@ def _scheduler_child(settings: "Settings") -> "ChildProcess":
 def _announce(settings: "Settings", token: str | None, *, json: bool) -> None:
     """Say where the service is. A token made now is shown; one of the operator's own is not repeated."""
     from autotune.cli.output import print_json
+    from autotune.service.auth import SHORT_TOKEN
 
     own = settings.token is not None
-    if own and token is not None and len(token) < _OWN_TOKEN_WARNING:
-        typer.echo(f"warning: AUTOTUNE_TOKEN is short: use at least {_OWN_TOKEN_WARNING} random characters", err=True)
+    if own and token is not None and len(token) < SHORT_TOKEN:
+        typer.echo(f"warning: AUTOTUNE_TOKEN is short: use at least {SHORT_TOKEN} random characters", err=True)
     shown = None if own else token
     link = f"{settings.base_url}/login" + (f"#token={shown}" if shown else "")
     if json:

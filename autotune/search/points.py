@@ -102,10 +102,6 @@ class Space:
                 counts[reason] = counts.get(reason, 0) + 1
         return counts
 
-    def enumerate(self) -> Iterator[TrainConfig]:
-        """Every distinct configuration that can run, in a fixed order."""
-        return iter(self.points)
-
     def count(self, limit: int) -> int:
         """How many distinct combinations there are, counted up to `limit`."""
         return sum(1 for _ in itertools.islice(self._expand({}, 0), limit))

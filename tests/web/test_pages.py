@@ -183,6 +183,7 @@ class TestSubmitting:
         assert "{&#34;name&#34;: }" in answer.text
 
     def test_an_earlier_study_can_be_copied(self, client: TestClient, told: Story) -> None:
+        assert client.get("/studies/new/from/%00").status_code == 404
         answer = client.get(f"/studies/new/from/{told.study.id}")
         assert "&#34;memory_limit_bytes&#34;: 629145600" in answer.text
 
