@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from engine.errors import BatchSizeError
-from engine.values import Count, Precision, Value
+from engine.values import Count, Precision, Real, Value, Whole
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -32,17 +32,17 @@ class TrainConfig(Value):
     allgather_bucket_size: Count = Field(10_000_000, description="elements gathered in one collective")
     prefetch_bucket_size: Count = Field(10_000_000, description="elements gathered ahead of use (stage 3)")
     overlap_comm: bool = Field(True, description="run collectives beside the backward pass")
-    offload_optimizer_ratio: float = Field(0.0, ge=0, le=1, description="share of the optimizer states kept and "
+    offload_optimizer_ratio: Real = Field(0.0, ge=0, le=1, description="share of the optimizer states kept and "
                                            "updated on the host: 0 none, 1 all")
     offload_param: bool = Field(False, description="keep parameter shards on the host (stage 3)")
     activation_checkpointing: Checkpointing = "none"
     compile: bool = Field(False, description="torch.compile each repeated block")
-    gradient_clipping: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
-    loss_scale: float = Field(0.0, ge=0, description="fp16: a static loss scale; 0: dynamic")
-    initial_scale_power: int = Field(16, ge=0, le=32, description="fp16, dynamic: the first scale is 2 to this power")
+    gradient_clipping: Real = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    loss_scale: Real = Field(0.0, ge=0, description="fp16: a static loss scale; 0: dynamic")
+    initial_scale_power: Whole = Field(16, ge=0, le=32, description="fp16, dynamic: the first scale is 2 to this power")
     loss_scale_window: Count = Field(1000, description="fp16, dynamic: steps without overflow before the scale doubles")
     hysteresis: Count = Field(2, description="fp16, dynamic: overflows in a row before the scale halves")
-    min_loss_scale: float = Field(1.0, gt=0, description="fp16, dynamic: the scale's floor")
+    min_loss_scale: Real = Field(1.0, gt=0, description="fp16, dynamic: the scale's floor")
 
     @model_validator(mode="before")
     @classmethod
@@ -73,11 +73,11 @@ class OptimizerConfig(Value):
     """
 
     name: Literal["adamw", "adam", "sgd", "adagrad", "radam", "rmsprop"] = "adamw"
-    lr: float = Field(1e-3, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
+    lr: Real = Field(1e-3, ge=0)
+    weight_decay: Real = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    momentum: float = Field(0.0, ge=0, lt=1, description="sgd and rmsprop only")
+    eps: Real = Field(1e-8, gt=0)
+    momentum: Real = Field(0.0, ge=0, lt=1, description="sgd and rmsprop only")
 
     @model_validator(mode="after")
     def _fields_apply(self) -> Self:

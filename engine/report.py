@@ -8,7 +8,7 @@ from pydantic import Field
 from engine.config import OptimizerConfig, TrainConfig
 from engine.profile import HardwareProfile, ModelProfile
 from engine.spec import ModelSpec
-from engine.values import Count, Precision, Value
+from engine.values import Count, Precision, Real, Value, Whole
 
 
 class Outcome(StrEnum):
@@ -37,11 +37,11 @@ class MeasurePolicy(Value):
     of the mean step time is within `target_relative_interval` of it (half width over mean), or a limit is reached.
     """
 
-    max_warmup_steps: int = Field(8, ge=1)
-    min_steps: int = Field(5, ge=2)
-    max_steps: int = Field(30, ge=2)
-    target_relative_interval: float = Field(0.03, gt=0)
-    max_seconds: float = Field(60.0, gt=0, description="measured steps stop at the first step boundary after this")
+    max_warmup_steps: Whole = Field(8, ge=1)
+    min_steps: Whole = Field(5, ge=2)
+    max_steps: Whole = Field(30, ge=2)
+    target_relative_interval: Real = Field(0.03, gt=0)
+    max_seconds: Real = Field(60.0, gt=0, description="measured steps stop at the first step boundary after this")
 
 
 class TrialRequest(Value):

@@ -33,3 +33,17 @@ def _whole_number(value: object) -> object:
 
 Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=2**62)]
 """A whole number of at least 1; written ``500000000``, ``5e8`` or ``"5e8"``."""
+
+
+def _no_boolean(value: object) -> object:
+    """Refuse booleans, which Python and pydantic take for 0 and 1 (YAML reads a bare ``yes`` or ``on`` as true)."""
+    if isinstance(value, bool):
+        raise ValueError("give a number, not true/false")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_no_boolean)]
+"""A whole number; true is not 1."""
+
+Real = Annotated[float, BeforeValidator(_no_boolean)]
+"""A number; true is not 1."""

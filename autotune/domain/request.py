@@ -7,7 +7,7 @@ from pydantic import Field, StringConstraints
 from engine.config import OptimizerConfig
 from engine.report import MeasurePolicy
 from engine.spec import ModelSpec
-from engine.values import Count, Value
+from engine.values import Count, Real, Value, Whole
 
 Sampler = Literal["guided", "tpe", "gp", "random", "grid"]
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=120,
@@ -19,8 +19,8 @@ class TrainingSetup(Value):
 
     global_batch_size: Count
     optimizer: OptimizerConfig = OptimizerConfig()
-    gradient_clipping: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
-    seed: int = Field(0, ge=0, lt=2**31, description="of the initial weights and the batches")
+    gradient_clipping: Real = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    seed: Whole = Field(0, ge=0, lt=2**31, description="of the initial weights and the batches")
 
 
 class HardwareRequest(Value):
@@ -40,22 +40,24 @@ class SearchRequest(Value):
     """
 
     sampler: Sampler = "tpe"
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: Whole = Field(0, ge=0, lt=2**31)
     space: dict[str, list[Any] | Literal["auto"]] | None = None
     baseline: dict[str, Any] | None = Field(
         None, description="the user's present configuration, fields of TrainConfig; measured as trial 0, and the base "
         "of every other configuration")
-    finalists: int = Field(3, ge=1, le=10, description="how many of the fastest are measured again before one wins")
-    confirm_rounds: int = Field(2, ge=0, le=10, description="interleaved rounds in which finalists are measured again")
+    finalists: Whole = Field(3, ge=1, le=10,
+                             description="how many of the fastest are measured again before one wins")
+    confirm_rounds: Whole = Field(2, ge=0, le=10,
+                                  description="interleaved rounds in which finalists are measured again")
     policy: MeasurePolicy = MeasurePolicy()
 
 
 class Budget(Value):
     """A study ends when either is spent; the trial under way is finished."""
 
-    max_trials: int = Field(20, ge=1, le=10_000)
-    max_seconds: float = Field(600.0, gt=0, le=7 * 24 * 3600)
-    trial_timeout_seconds: float = Field(120.0, gt=0, le=24 * 3600, description="deadline of one trial")
+    max_trials: Whole = Field(20, ge=1, le=10_000)
+    max_seconds: Real = Field(600.0, gt=0, le=7 * 24 * 3600)
+    trial_timeout_seconds: Real = Field(120.0, gt=0, le=24 * 3600, description="deadline of one trial")
 
 
 class StudyRequest(Value):

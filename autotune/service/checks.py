@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from autotune.domain.errors import FieldError, InvalidRequestError
@@ -26,6 +26,11 @@ _LARGEST = {
 """Beyond every machine there is. Past these, numbers are mistakes, and arithmetic on them would take for ever."""
 
 
+_LARGEST_IN_CONFIG = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 10_000) | {
+    "num_labels": 2**20, "vocab_size": 2**26, "image_size": 2**14}
+"""The same for a transformers configuration: building it takes time and memory as these, before anything is known."""
+
+
 def check_sizes(request: StudyRequest) -> None:
     """Refuse sizes beyond all reason.
 
@@ -38,8 +43,20 @@ def check_sizes(request: StudyRequest) -> None:
         value = getattr(getattr(request, part), name, None)
         if isinstance(value, int) and value > largest:
             problems.append(FieldError(path, f"{value} is out of range: give at most {largest}"))
+    if isinstance(request.model, HuggingFaceSpec):
+        problems.extend(_config_problems(request.model.config, "model.config"))
     if problems:
         raise InvalidRequestError(*problems)
+
+
+def _config_problems(config: dict[str, Any], path: str) -> Iterator[FieldError]:
+    """Sizes beyond all reason in a transformers configuration and those nested in it."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _config_problems(value, f"{path}.{name}")
+        largest = _LARGEST_IN_CONFIG.get(name)
+        if largest is not None and isinstance(value, int | float) and value > largest:
+            yield FieldError(f"{path}.{name}", f"{value} is out of range: give at most {largest}")
 
 
 def check_task(request: StudyRequest, settings: Settings) -> None:

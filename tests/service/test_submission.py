@@ -58,6 +58,26 @@ def test_the_documented_example_is_valid(client: TestClient) -> None:
     assert client.post("/api/v1/studies", json=content["examples"]["gpt"]["value"]).status_code == 201
 
 
+@pytest.mark.parametrize(("config", "field"), [
+    ({"num_labels": 10**9}, "model.config.num_labels"),
+    ({"num_hidden_layers": 10**6}, "model.config.num_hidden_layers"), ({"n_layer": 1e9}, "model.config.n_layer"),
+    ({"vision_config": {"image_size": 10**6}}, "model.config.vision_config.image_size")])
+def test_sizes_in_a_transformers_config_are_within_reason_too(
+        client: TestClient, body: dict[str, Any], config: dict[str, Any], field: str) -> None:
+    model = {"kind": "huggingface", "config": {"model_type": "llama", **config}}
+    found = problems_of(client.post("/api/v1/studies", json={**body, "model": model}))
+    assert "out of range" in found[field]
+
+
+@pytest.mark.parametrize("path", [
+    "training.seed", "training.gradient_clipping", "training.optimizer.lr", "search.finalists",
+    "search.policy.min_steps", "search.policy.max_seconds", "budget.max_trials", "budget.max_seconds",
+    "hardware.devices"])
+def test_true_is_not_taken_for_one(client: TestClient, body: dict[str, Any], path: str) -> None:
+    found = problems_of(client.post("/api/v1/studies", json=with_change(body, path, True)))
+    assert "not true/false" in found[path]
+
+
 @pytest.mark.parametrize(("path", "value", "field", "says"), [
     ("layers", 3, "layers", "unknown field"),
     ("trainig", {}, "trainig", "did you mean 'training'?"),
