@@ -43,16 +43,12 @@ class HelperSuggester:
         """Ask the helper. A helper that dies is replaced once; a caller that is cancelled stops it at once.
 
         Raises:
-            RuntimeError: the sampler failed; carries its traceback.
+            RuntimeError: the sampler failed, or its process did not live to answer; carries the traceback or says so.
         """
         question = pickle.dumps((plan, tuple(trials), search))
         async with self._turn:
             try:
-                try:
-                    answer = await self._ask(question)
-                except (asyncio.IncompleteReadError, ConnectionError):
-                    await self.close()
-                    answer = await self._ask(question)
+                answer = await self._ask_twice(question)
             except BaseException:
                 await self.close()
                 raise
@@ -69,6 +65,17 @@ class HelperSuggester:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+    async def _ask_twice(self, question: bytes) -> object:
+        for again in (True, False):
+            try:
+                return await self._ask(question)
+            except (asyncio.IncompleteReadError, ConnectionError) as error:
+                await self.close()
+                if not again:
+                    raise RuntimeError("the sampler's process ended twice without an answer: it may have run out of "
+                                       "memory; the scheduler's standard error has what it printed") from error
+        raise AssertionError("unreachable")
 
     async def _ask(self, question: bytes) -> object:
         if self._process is None or self._process.returncode is not None:

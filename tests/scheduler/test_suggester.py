@@ -103,3 +103,12 @@ async def test_a_caller_that_is_cancelled_ends_the_computation(plan: Plan) -> No
         await asking
     assert process.returncode == -signal.SIGKILL
     assert helper._process is None
+
+
+@in_loop
+async def test_a_helper_that_always_dies_is_said_to_have_died(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    helper = HelperSuggester()
+    with pytest.raises(RuntimeError, match="ended twice without an answer"):
+        await helper.suggest(plan, (), SearchRequest(sampler="random"))
+    assert helper._process is None
