@@ -16,7 +16,7 @@ import httpx
 from pydantic import BaseModel
 
 from autotune.domain.errors import AutotuneError
-from autotune.domain.study import BestConfig, Event, StudyState, Trial
+from autotune.domain.study import BestConfig, Event, Trial
 from autotune.service.schemas import StudyView
 
 READ_SECONDS = 60.0
@@ -145,7 +145,7 @@ class Client:
                 for event in self._stream(study_id, last_id):
                     failing_since, wait_seconds, last_id = None, 0.2, event.id
                     yield event
-                    if _is_end(event):
+                    if event.ends_study:
                         return
                 if self.study(study_id).state.is_final and not self._has_more(study_id, last_id):
                     return
@@ -224,7 +224,3 @@ def _check(response: httpx.Response) -> None:
         except ValueError:
             problem = {}
         raise RefusedError(response.status_code, problem if isinstance(problem, dict) else {})
-
-
-def _is_end(event: Event) -> bool:
-    return event.kind == "state" and StudyState(event.data["state"]).is_final

@@ -208,3 +208,8 @@ class Event(Value):
     kind: EventKind
     data: dict[str, Any]
     created_at: datetime
+
+    @property
+    def ends_study(self) -> bool:
+        """Whether nothing can follow in its study."""
+        return self.kind is EventKind.STUDY_STATE and StudyState(self.data["state"]).is_final

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from autotune.domain.errors import NotFoundError, StoreUnavailableError
-from autotune.domain.study import Event, EventKind, StudyState
+from autotune.domain.study import Event
 from autotune.service.api.parameters import LastEventId, StudyId
 from autotune.service.problems import responses
 from autotune.service.state import QueriesDep, Services, ServicesDep
@@ -59,17 +59,13 @@ async def _events(services: Services, study_id: str, last_id: int) -> AsyncItera
         for event in events:
             yield event
             last_id = event.id
-            if _is_end(event):
+            if event.ends_study:
                 return
         quiet_polls = 0 if events else quiet_polls + 1
         if quiet_polls % STATE_CHECK_POLLS == 1 and await run_in_threadpool(_has_ended, services, study_id, last_id):
             return
         if not events:
             await asyncio.sleep(POLL_SECONDS)
-
-
-def _is_end(event: Event) -> bool:
-    return event.kind is EventKind.STUDY_STATE and StudyState(event.data["state"]).is_final
 
 
 def _has_ended(services: Services, study_id: str, last_id: int) -> bool:
