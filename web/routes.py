@@ -216,10 +216,8 @@ def export(request: Request, study_id: StudyId, format: str, services: ServicesD
 @router.get("/studies/{study_id}/export/{format}/download")
 def download(study_id: StudyId, format: str, services: ServicesDep) -> Response:
     file = services.queries.export(study_id, format)
-    name = "".join(character if character.isascii() and (character.isalnum() or character in "._-") else "_"
-                   for character in file.filename)
     return Response(file.text, media_type=file.media_type,
-                    headers={"Content-Disposition": f'attachment; filename="{name}"'})
+                    headers={"Content-Disposition": f'attachment; filename="{file.filename}"'})
 
 
 # Trials

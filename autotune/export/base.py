@@ -26,6 +26,7 @@ class ExportedFile(Value):
     """A configuration in another tool's words.
 
     Attributes:
+        filename: of the format, never of the user: it goes into a header as it is.
         notes: what the format cannot say, or says differently: what the user still has to do. Also inside the file.
     """
 

@@ -97,10 +97,5 @@ def export(study_id: StudyId, queries: QueriesDep, format: Annotated[
     """The winner for a training tool. What the format cannot express is refused or noted, never dropped in silence."""
     file = queries.export(study_id, format)
     return Response(file.text.encode(), media_type=file.media_type, headers={
-        "Content-Disposition": f'attachment; filename="{_plain(file.filename)}"',
+        "Content-Disposition": f'attachment; filename="{file.filename}"',
         "X-Autotune-Notes": json.dumps(list(file.notes), ensure_ascii=True)})
-
-
-def _plain(filename: str) -> str:
-    return "".join(character if character.isascii() and (character.isalnum() or character in "._-") else "_"
-                   for character in filename)
