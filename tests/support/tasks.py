@@ -191,13 +191,16 @@ def longest(*, megabytes: int) -> LongestTask:
     return LongestTask(megabytes)
 
 
-def spawns_child(*, pid_file: str) -> ToyTask:
-    """Starts a process of its own that would outlive it, then hangs."""
+def spawns_child(*, pid_file: str, own_session: bool = False, then: str = "hangs") -> ToyTask:
+    """Starts a process of its own that would outlive it, then hangs, exits or goes on."""
 
     def action() -> None:
-        child = subprocess.Popen(["sleep", "1000"])
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=own_session)
         Path(pid_file).write_text(str(child.pid))
-        time.sleep(1000)
+        if then == "hangs":
+            time.sleep(1000)
+        if then == "exits":
+            os._exit(3)
 
     return ToyTask(_on(0, 1, action))
 

@@ -1,6 +1,7 @@
 """Worker groups on this machine: one process per rank, talked to over sockets."""
 
 import asyncio
+import logging
 import shutil
 import signal
 import socket
@@ -16,10 +17,13 @@ from autotune.domain.hardware import Device
 from autotune.scheduler.launcher.base import Report, ignore_progress
 from autotune.scheduler.launcher.devices import DeviceType, find_devices, threads_per_rank
 from autotune.scheduler.launcher.rank import Event, RankGone, RankProcess
+from autotune.scheduler.launcher.stragglers import end_stragglers
 from autotune.scheduler.launcher.watch import Watch, WatchLimits, report_of
 from engine.process import available_memory_bytes, host_memory_bytes, resident_memory
 from engine.report import Outcome, TrialProgress, WorkerRequest
 from engine.wire import Command, RankReady, WorkerSettings
+
+_log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.1
 _TERM_SECONDS = 2.0
@@ -105,6 +109,7 @@ class LocalWorkerGroup:
         self._ranks: list[RankProcess] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._directory = Path(tempfile.mkdtemp(prefix="autotune-group-"))
+        self._rendezvous_file = str(self._directory / "rendezvous")
         self._healthy = False
         self._closing = False
         self._gone = False
@@ -132,7 +137,7 @@ class LocalWorkerGroup:
         for number, device in enumerate(self.devices):
             settings = WorkerSettings(
                 rank=number, world_size=len(self.devices), device_type=device.device_type, device_index=device.index,
-                parent_pid=0, control_fd=0, rendezvous_file=str(self._directory / "rendezvous"),
+                parent_pid=0, control_fd=0, rendezvous_file=self._rendezvous_file,
                 threads=threads_per_rank(device.device_type, host_devices), host_devices=host_devices)
             try:
                 self._ranks.append(await RankProcess.spawn(settings, self._events, log_limit_bytes=log_limit_bytes))
@@ -197,9 +202,12 @@ class LocalWorkerGroup:
         await self.kill()
 
     async def kill(self) -> None:
-        """End every process at once and wait until they are gone. May be called again."""
+        """End every process at once, and what they started, and wait until they are gone. May be called again."""
         self._healthy = False
         await asyncio.gather(*(rank.kill() for rank in self._ranks))
+        left = await asyncio.to_thread(end_stragglers, self._rendezvous_file)
+        if left:
+            _log.warning("ended %d processes that the task had started and left behind", left)
         self._gone = True
         shutil.rmtree(self._directory, ignore_errors=True)
 

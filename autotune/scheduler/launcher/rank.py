@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from autotune.scheduler.launcher.environment import worker_environment
 from autotune.scheduler.launcher.log import BoundedLog
+from autotune.scheduler.launcher.stragglers import GROUP_VARIABLE
 from engine.wire import Command, RankMessage, WorkerSettings, decode_message, encode
 
 _LINE_LIMIT = 64 * 2**20
@@ -66,7 +67,7 @@ class RankProcess:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "engine.worker", settings.model_dump_json(), stdin=asyncio.subprocess.DEVNULL,
                 stdout=log_write, stderr=log_write, pass_fds=(theirs.fileno(),), start_new_session=True,
-                env=worker_environment(threads=settings.threads))
+                env=worker_environment(threads=settings.threads) | {GROUP_VARIABLE: settings.rendezvous_file})
         except BaseException:
             ours.close()
             os.close(log_read)

@@ -135,6 +135,14 @@ def test_what_a_rank_started_dies_with_it(tmp_path: Path) -> None:
     assert not alive(int(pid_file.read_text()))
 
 
+@pytest.mark.parametrize("then", ["hangs", "exits", "goes on"])
+def test_a_process_that_a_task_put_into_a_session_of_its_own_is_ended_too(tmp_path: Path, then: str) -> None:
+    pid_file = tmp_path / "pid"
+    spec = tasks.spec("spawns_child", pid_file=str(pid_file), own_session=True, then=then)
+    run(run_once(trial(spec), deadline_seconds=3 if then == "hangs" else 60))
+    assert not alive(int(pid_file.read_text()))
+
+
 def test_a_rank_killed_while_idle_fails_the_next_request() -> None:
     async def scenario() -> None:
         async with group(1) as started:
