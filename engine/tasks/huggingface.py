@@ -15,7 +15,10 @@ from engine.spec import HuggingFaceSpec
 from engine.tasks.base import Batch, Task
 from engine.tasks.synthetic import random_bits, random_uniform
 
-_REMOTE_KEYS = ("auto_map", "_name_or_path", "trust_remote_code", "quantization_config")
+_REMOTE_KEYS = ("auto_map", "_name_or_path", "trust_remote_code")
+
+_ABOUT_THE_CONFIG = (ValueError, TypeError, KeyError, AttributeError, ImportError, AssertionError)
+"""What transformers raises over a config; lack of memory is none of these."""
 
 
 def build_huggingface_task(spec: HuggingFaceSpec, *, seed: int = 0) -> Task:
@@ -28,12 +31,15 @@ def build_huggingface_task(spec: HuggingFaceSpec, *, seed: int = 0) -> Task:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
     except ImportError as error:
         raise TaskError("model kind huggingface needs transformers: install autotune[huggingface]") from error
+    if spec.config.get("quantization_config"):
+        raise TaskError("a quantized model is not trained here: remove quantization_config from the config")
     fields = {name: value for name, value in spec.config.items() if name not in _REMOTE_KEYS}
     model_type = fields.pop("model_type")
     try:
         config = AutoConfig.for_model(model_type, **fields)
-    except (ValueError, TypeError, KeyError) as error:
-        raise TaskError(f"transformers cannot read the config of model_type {model_type!r}: {error}") from error
+    except _ABOUT_THE_CONFIG as error:
+        raise TaskError(f"transformers cannot read the config of model_type {model_type!r}: {_in_words(error)}"
+                        ) from error
     auto = AutoModelForCausalLM if spec.head == "causal_lm" else AutoModelForImageClassification
     if type(config) not in auto._model_mapping:
         raise TaskError(f"transformers has no {spec.head} model for model_type {model_type!r}: choose another head")
@@ -41,6 +47,25 @@ def build_huggingface_task(spec: HuggingFaceSpec, *, seed: int = 0) -> Task:
     if spec.head == "causal_lm":
         return CausalLmTask(config, auto.from_config, sequence_length=spec.sequence_length, seed=seed)
     return ImageClassificationTask(config, auto.from_config, seed=seed)
+
+
+def _built(from_config: Callable[..., Any], config: Any) -> nn.Module:
+    """The model with random weights.
+
+    Raises:
+        TaskError: its config makes no model.
+    """
+    try:
+        model: nn.Module = from_config(config, dtype=torch.float32)
+    except _ABOUT_THE_CONFIG as error:
+        raise TaskError(f"transformers cannot build a model from this config of model_type {config.model_type!r}: "
+                        f"{_in_words(error)}") from error
+    return model.train()
+
+
+def _in_words(error: BaseException) -> str:
+    """A KeyError's text is a bare key."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, KeyError | AssertionError) else str(error)
 
 
 class CausalLmTask:
@@ -51,10 +76,11 @@ class CausalLmTask:
         limit = getattr(text, "max_position_embeddings", None)
         if isinstance(limit, int) and 0 < limit < sequence_length:
             raise TaskError(f"sequence_length {sequence_length} exceeds the model's max_position_embeddings {limit}")
-        if not isinstance(getattr(text, "vocab_size", None), int):
-            raise TaskError(f"config of {config.model_type!r} has no vocab_size")
+        vocab = getattr(text, "vocab_size", None)
+        if not isinstance(vocab, int) or vocab < 1:
+            raise TaskError(f"config of {config.model_type!r} needs a vocab_size of at least 1, not {vocab}")
         self._config, self._from_config, self._seed = config, from_config, seed
-        self._vocab: int = text.vocab_size
+        self._vocab: int = vocab
         self._length = sequence_length
         config.use_cache = False
 
@@ -63,8 +89,7 @@ class CausalLmTask:
         return self._length
 
     def build_model(self) -> nn.Module:
-        model: nn.Module = self._from_config(self._config, dtype=torch.float32)
-        return model.train()
+        return _built(self._from_config, self._config)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """{input_ids, targets}, both (B, L) int64."""
@@ -95,8 +120,7 @@ class ImageClassificationTask:
         return 1
 
     def build_model(self) -> nn.Module:
-        model: nn.Module = self._from_config(self._config, dtype=torch.float32)
-        return model.train()
+        return _built(self._from_config, self._config)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """{pixel_values (B, C, S, S) fp32, targets (B,) int64}."""

@@ -149,6 +149,10 @@ def test_a_python_task_gets_its_arguments_and_the_seed(monkeypatch: pytest.Monke
     (HuggingFaceSpec(kind="huggingface", config={"model_type": "no_such_model"}), "no_such_model"),
     (HuggingFaceSpec(kind="huggingface", config={"model_type": "vit"}), "no causal_lm model"),
     (HuggingFaceSpec(kind="huggingface", config=LLAMA, sequence_length=65), "max_position_embeddings 64"),
+    (HuggingFaceSpec(kind="huggingface", config={**LLAMA, "quantization_config": {"load_in_4bit": True}}),
+     "remove quantization_config"),
+    (HuggingFaceSpec(kind="huggingface", config={**LLAMA, "vocab_size": 0}, sequence_length=16),
+     "vocab_size of at least 1, not 0"),
 ])
 def test_what_cannot_be_built_says_why(spec: ModelSpec, message: str) -> None:
     with pytest.raises(TaskError, match=message):
@@ -170,3 +174,11 @@ def test_code_named_in_a_transformers_config_is_not_run() -> None:
     config = {**LLAMA, "auto_map": {"AutoModelForCausalLM": "evil--modeling.Evil"}, "_name_or_path": "someone/evil"}
     task = build_task(HuggingFaceSpec(kind="huggingface", config=config, sequence_length=16))
     assert type(task.build_model()).__module__.startswith("transformers.")
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_act": "nope"}, {"attn_implementation": "flash_attention_2"},
+                                   {"pad_token_id": 999_999}])
+def test_a_config_that_makes_no_model_is_said_to_be_at_fault(wrong: dict[str, Any]) -> None:
+    task = build_task(HuggingFaceSpec(kind="huggingface", config={**LLAMA, **wrong}, sequence_length=16))
+    with pytest.raises(TaskError, match="cannot build a model from this config of model_type 'llama'"):
+        task.build_model()
