@@ -13,7 +13,8 @@ class Throughput(Value):
     """Tokens per second over measurements of one trial.
 
     Attributes:
-        interval: 95 % confidence interval.
+        interval: 95 % confidence interval of steps and, where there are several measurements, of their means: a
+            machine drifts, so that steps of one measurement resemble each other more than those of another.
         relative_error: half the interval of the mean step time over that mean.
     """
 
@@ -58,12 +59,19 @@ def _pooled(trial: Trial, runs: list[Measurement]) -> Throughput | None:
     # tokens of a step are the same for every configuration, so any measurement tells them
     tokens_per_step = runs[0].tokens_per_second * fmean(runs[0].step_seconds)
     rate = tokens_per_step / mean
-    high = mean_interval(samples)[1]
-    if math.isfinite(high):
-        error = (high - mean) / mean
+    half_width = _half_width(samples)
+    if len(runs) > 1:
+        half_width = max(half_width, _half_width([fmean(run.step_seconds) for run in runs]))
+    if math.isfinite(half_width):
+        error = half_width / mean
         interval = (rate / (1 + error), rate * (1 + error))
     else:
         interval = runs[0].tokens_per_second_interval
         error = max(interval[1] - rate, rate - interval[0], 0.0) / rate
     return Throughput(tokens_per_second=rate, interval=interval, relative_error=error, step_seconds=mean,
                       samples_per_second=runs[0].samples_per_second * fmean(runs[0].step_seconds) / mean)
+
+
+def _half_width(samples: list[float]) -> float:
+    """Of the mean's 95 % confidence interval; infinite where there is one sample only."""
+    return mean_interval(samples)[1] - fmean(samples)
