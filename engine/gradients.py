@@ -136,6 +136,7 @@ class GradientBuckets:
             assert gradient is not None
             self._accept(state, slot, gradient)
 
+        slot.managed.parameter.grad = None  # of before, which would join the first one
         hook: RemovableHandle = slot.managed.parameter.register_post_accumulate_grad_hook(accept)  # type: ignore[no-untyped-call]
         return hook
 

@@ -120,8 +120,10 @@ class Trainer:
         # A micro-batch whose backward ran and which no step has ended; whether it ran inside of no_sync.
         self._uncounted = self._no_sync_uncounted = False
         self._may_read_state_dict = config.zero_stage < 3
-        self._guard = module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
-        self._hook = module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        self._hooks = (
+            module.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_refuse_load_state_dict),  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """The module's forward; floating-point tensors among the arguments are cast to the compute dtype."""
@@ -145,7 +147,13 @@ class Trainer:
         self._uncounted, self._no_sync_uncounted = True, self._no_sync
 
     def step(self) -> StepResult:
-        """End a micro-batch; at the last of an optimizer step, update the parameters. Collective."""
+        """End a micro-batch; at the last of an optimizer step, update the parameters. Collective.
+
+        Raises:
+            RuntimeError: there was no backward since the last call.
+        """
+        if not self._uncounted:
+            raise RuntimeError("step() ends a micro-batch, and there is none: call backward(loss) before it")
         scale = self._scale.value
         self._end_micro_batch()
         if self._micro_batch < self.config.gradient_accumulation_steps:
@@ -243,7 +251,7 @@ class Trainer:
         save_checkpoint(self._training_state(), progress, Path(path))
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a checkpoint. Collective.
+        """Go on from a checkpoint; gradients that no step has used yet are dropped. Collective.
 
         Raises:
             ConfigurationError: it is of another model, or there is none.
@@ -251,15 +259,18 @@ class Trainer:
         progress = load_checkpoint(self._training_state(), Path(path))
         self.steps, self.skipped_steps = progress.steps, progress.skipped_steps
         self._scale.load_state(progress.loss_scale)
+        self._stage.gradients.discard()
+        self._stage.gradients.start_window()
         self._micro_batch = 0
+        self._uncounted = False
 
     def close(self) -> None:
         """Remove all hooks and free all buffers. The module keeps its parameters at stages 0 to 2."""
         if self._closed:
             return
         self._closed = True
-        self._hook.remove()
-        self._guard.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._update.close()
         self._stage.close()
         unwrap(self.module.modules())
@@ -298,6 +309,11 @@ class Trainer:
         if factor == 0:  # infinite norm: finite gradients become 0, infinite ones nan, as there
             return math.inf
         return divisor / factor if not factor > 1 else divisor
+
+
+def _refuse_load_state_dict(*_: Any) -> None:
+    raise RuntimeError("the engine holds this module's weights, and its next step would undo what is loaded here: load "
+                       "before initialize, or call trainer.load_checkpoint()")
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

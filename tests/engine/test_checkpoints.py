@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from engine import ConfigurationError, OptimizerConfig, TrainConfig
 from engine.precision import LossScale
+from engine.trainer import initialize
 from tests.engine.training import (
     FEATURES,
     Awkward,
@@ -239,6 +240,40 @@ def _load(setup: Setup, path: Path) -> str:
         trainer.load_checkpoint(path)
     trainer.close()
     return str(caught.value)
+
+
+def _resume_in_the_middle_of_a_step(setup: Setup, path: Path) -> list[Weights]:
+    trainer = start(setup)
+    trainer.load_checkpoint(path)
+    history = []
+    for interrupted in (False, True):
+        if interrupted:
+            for inputs, target in micro_batches(7, accumulation=2):
+                trainer.backward(loss_of(trainer(inputs), target))
+            trainer.load_checkpoint(path)
+        run_step(trainer, 1)
+        history.append(trainer.consolidated_state_dict())
+    trainer.close()
+    return history
+
+
+@stages
+def test_loading_drops_gradients_that_no_step_has_used(ranks: RanksOf, tmp_path: Path, stage: int) -> None:
+    setup = Setup(perceptron, TrainConfig(zero_stage=stage, gradient_accumulation_steps=2))
+    ranks(2).run(_save_after, setup, 1, tmp_path / "c")
+    for plain, interrupted in ranks(2).run(_resume_in_the_middle_of_a_step, setup, tmp_path / "c"):
+        assert all(torch.equal(plain[name], interrupted[name]) for name in plain)
+
+
+@stages
+def test_weights_loaded_behind_the_engines_back_are_refused(stage: int) -> None:
+    trainer = initialize(perceptron(), config=TrainConfig.model_validate({"zero_stage": stage, "precision": "bf16"}))
+    with pytest.raises(RuntimeError, match="load before initialize"):
+        trainer.module.load_state_dict(perceptron().state_dict())
+    module = trainer.module
+    trainer.close()
+    if stage < 3:
+        module.load_state_dict(perceptron().state_dict())
 
 
 def test_missing_and_foreign_checkpoints_are_refused(ranks: RanksOf, tmp_path: Path) -> None:

@@ -329,6 +329,18 @@ def test_forward_keeps_its_signature(stage: int) -> None:
     trainer.close()
 
 
+@stages
+def test_a_step_needs_a_backward(stage: int) -> None:
+    trainer = initialize(perceptron(), config=TrainConfig(zero_stage=stage, gradient_accumulation_steps=2))
+    with pytest.raises(RuntimeError, match="call backward"):
+        trainer.step()
+    trainer.backward(trainer(samples(0)[0]).sum())
+    trainer.step()
+    with pytest.raises(RuntimeError, match="call backward"):
+        trainer.step()
+    trainer.close()
+
+
 def _different_loss(stage: int) -> tuple[float, float]:
     trainer = start(Setup(perceptron, TrainConfig(zero_stage=stage)))
     output = trainer(samples(0)[0])

@@ -7,9 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine import ConfigurationError, TrainConfig
+from engine import ConfigurationError, OptimizerConfig, TrainConfig
 from engine.trainer import initialize
-from tests.engine.training import FEATURES, Setup, perceptron, run_step, start
+from tests.engine.training import (
+    FEATURES,
+    Setup,
+    Tower,
+    Weights,
+    built,
+    loss_of,
+    perceptron,
+    run_step,
+    samples,
+    start,
+)
 from tests.support.ranks import RankError, RankPool, Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -125,6 +136,26 @@ def _start_with_odd_buffers() -> dict[str, list[int]]:
 def test_buffers_of_any_layout_and_dtype_are_the_first_ranks(ranks: RanksOf) -> None:
     expected = {name: buffer.flatten().tolist() for name, buffer in OddBuffers(0).named_buffers()}
     assert ranks(2).run(_start_with_odd_buffers) == [expected] * 2
+
+
+def _first_step_after_gradients_of_before(precision: str) -> tuple[Weights, Weights]:
+    results = []
+    for before in (False, True):
+        model = built(Tower)
+        if before:
+            loss_of(model(samples(9)[0]), samples(9)[1]).backward()
+        config = TrainConfig.model_validate({"precision": precision})
+        trainer = initialize(model, config=config, optimizer=OptimizerConfig(name="sgd", lr=0.1))
+        run_step(trainer, 0)
+        results.append(trainer.consolidated_state_dict())
+        trainer.close()
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_from_before_do_not_count(ranks: RanksOf, precision: str) -> None:
+    (without, after), = ranks(1).run(_first_step_after_gradients_of_before, precision)
+    assert all(torch.equal(without[name], after[name]) for name in without)
 
 
 def _from_environment(store: str) -> tuple[int, int]:
