@@ -42,20 +42,43 @@ def _read(path: Path) -> str:
 def _parse(text: str, path: Path) -> Any:
     if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
         try:
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
         except json.JSONDecodeError as error:
             if path.suffix.lower() == ".json":
                 raise InvalidRequestError(FieldError(
                     str(path), f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}")) from None
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that comes twice, of which YAML's own would drop the first."""
+
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            node = super().compose_mapping_node(anchor)
+            _unique([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)
+                     and key.value != "<<"], path)
+            return node
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise InvalidRequestError(FieldError(
             str(path), f"is neither JSON nor YAML: {getattr(error, 'problem', None) or error}{where}")) from None
+
+
+def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    """The pairs as a mapping.
+
+    Raises:
+        InvalidRequestError: a key comes twice.
+    """
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise InvalidRequestError(FieldError(f"{path}: {key}", "is given twice: keep one"))
+        found[key] = value
+    return found
 
 
 def _kind(body: Any) -> str:

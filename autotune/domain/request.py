@@ -11,7 +11,7 @@ from engine.values import Count, Real, Value, Whole
 
 Sampler = Literal["guided", "tpe", "gp", "random", "grid"]
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=120,
-                                        pattern=r"^[^\x00-\x1f\x7f]*$")]
+                                        pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 
 
 class TrainingSetup(Value):

@@ -52,6 +52,9 @@ class TestSubmit:
     @pytest.mark.parametrize(("name", "text", "says"), [
         ("a.json", "{", "is not JSON"), ("a.json", "[1]", "a study is a mapping, not a list"),
         ("a.yaml", "a: [", "is neither JSON nor YAML"), ("a.yaml", "", "a study is a mapping, not nothing"),
+        ("a.yaml", "name: x\nname: y", "a.yaml: name: is given twice: keep one"),
+        ("a.yaml", "model: {layers: 1, layers: 2}", "a.yaml: layers: is given twice: keep one"),
+        ("a.json", '{"name": "x", "name": "y"}', "a.json: name: is given twice: keep one"),
         ("a.yaml", "{'name': x", "line"), ("a.yaml", "name: x", "model: missing"),
         ("a.json", '{"nam": "x"}', "nam: unknown field: did you mean 'name'?")])
     def test_a_bad_file_is_told_with_its_name(

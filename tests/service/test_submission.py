@@ -58,6 +58,11 @@ def test_the_documented_example_is_valid(client: TestClient) -> None:
     assert client.post("/api/v1/studies", json=content["examples"]["gpt"]["value"]).status_code == 201
 
 
+@pytest.mark.parametrize("character", ["\x1b", "\x7f", "\x85", "\x9b"])
+def test_a_name_holds_nothing_that_steers_a_terminal(client: TestClient, body: dict[str, Any], character: str) -> None:
+    assert "name" in problems_of(client.post("/api/v1/studies", json={**body, "name": f"a{character}31mb"}))
+
+
 @pytest.mark.parametrize(("config", "field"), [
     ({"num_labels": 10**9}, "model.config.num_labels"),
     ({"num_hidden_layers": 10**6}, "model.config.num_hidden_layers"), ({"n_layer": 1e9}, "model.config.n_layer"),
