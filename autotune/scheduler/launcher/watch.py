@@ -174,7 +174,8 @@ class Watch:
             self.report = first.report
 
     def _time_out(self, what: str, now: float) -> None:
-        behind = min(range(self.world_size), key=lambda rank: (self._ranks[rank].step or -1, rank))
+        steps = [-1 if seen.step is None else seen.step for seen in self._ranks]
+        behind = steps.index(min(steps))
         seen = self._ranks[behind]
         where = f"step {seen.step}" if seen.step is not None else f"phase {seen.phase}"
         self.timed_out = True

@@ -94,6 +94,16 @@ def test_deadline_and_stall_name_the_rank_that_is_behind() -> None:
         assert watch.timed_out
 
 
+def test_a_rank_in_setup_is_behind_one_in_the_first_step() -> None:
+    watch = _watch(deadline_seconds=5.0)
+    watch.hear(0, TrialProgress(phase="warmup", step=0), 1.0)
+    watch.hear(1, TrialProgress(phase="setup", step=0), 1.0)
+    watch.see_time(5.0)
+    assert watch.failure is not None
+    assert watch.failure.rank == 1
+    assert "rank 1 is in phase setup" in watch.failure.detail
+
+
 def test_memory_is_guarded_within_a_step() -> None:
     watch = _watch(guarded_bytes=WatchLimits.guard_for(100 * MIB))
     watch.hear(1, RankBaseline(resident_bytes=300 * MIB), 1.0)
