@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from engine.precision import DTYPES
 from engine.process import cpu_name, host_memory_bytes
 from engine.profile import HardwareProfile
 from engine.ranks import RankContext
 from engine.values import Precision
 
-_DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MATMUL_SECONDS = 0.4
 _COPY_SECONDS = 0.3
 _COPY_BYTES = 64 * 2**20
@@ -36,7 +36,7 @@ def calibrate(context: RankContext) -> HardwareProfile:
         The same profile on all ranks.
     """
     device = context.device
-    precisions = tuple(name for name in _DTYPES if _agreed(context, can_train(name, device)))
+    precisions = tuple(name for name in DTYPES if _agreed(context, can_train(name, device)))
     rates: dict[Precision, float] = {
         name: _slowest(context, partial(matmul_flops_per_second, name, device)) for name in precisions}
     copy = _slowest(context, partial(copy_bytes_per_second, device))
@@ -63,7 +63,7 @@ def hardware_fingerprint(
 
 def can_train(precision: Precision, device: torch.device) -> bool:
     """Whether a forward and backward pass of the usual operations runs in a precision and yields finite gradients."""
-    dtype = _DTYPES[precision]
+    dtype = DTYPES[precision]
     try:
         norm, linear = nn.LayerNorm(64).to(device, dtype), nn.Linear(64, 64).to(device, dtype)
         query = linear(norm(torch.randn(2, 8, 64, device=device, dtype=dtype))).view(2, 8, 4, 16).transpose(1, 2)
@@ -84,8 +84,8 @@ def matmul_flops_per_second(precision: Precision, device: torch.device) -> float
     for size in sizes:
         if best and 2.0 * size**3 / best > _MATMUL_SECONDS / 8:
             break  # slow as it is, a larger one would only take long
-        left = torch.randn(size, size, device=device).to(_DTYPES[precision])
-        right = torch.randn(size, size, device=device).to(_DTYPES[precision])
+        left = torch.randn(size, size, device=device).to(DTYPES[precision])
+        right = torch.randn(size, size, device=device).to(DTYPES[precision])
         best = max(best, _rate(partial(torch.matmul, left, right), device, _MATMUL_SECONDS / len(sizes),
                                work=2.0 * size**3))
     return best

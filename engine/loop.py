@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.config import OptimizerConfig, TrainConfig
+from engine.precision import DTYPES
 from engine.ranks import RankContext
 from engine.tasks.base import Task, checked_batch, checked_loss, move_batch, task_blocks
 from engine.trainer import initialize
@@ -18,8 +19,7 @@ from engine.values import Precision
 PhaseName = Literal["data", "forward", "backward", "step"]
 PHASES: tuple[PhaseName, ...] = ("data", "forward", "backward", "step")
 
-_PRECISIONS: dict[torch.dtype, Precision] = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_PRECISIONS: dict[torch.dtype, Precision] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class PhaseClock(Protocol):
