@@ -11,12 +11,15 @@ from autotune.domain.request import StudyRequest
 from autotune.search.space import parse_space
 from autotune.settings import Settings
 from engine.errors import ConfigurationError
-from engine.spec import HuggingFaceSpec, PythonSpec
+from engine.spec import HuggingFaceSpec, PythonSpec, VitSpec
 
 MAX_DEPTH = 40
 """How deep a request may nest: pydantic's serializer gives up at 255, a browser's table long before."""
 
 MAX_IDEMPOTENCY_KEY = 255
+
+MAX_IMAGE_VALUES = 2**26
+"""Numbers in one image: samples are made for real, the first of them before any memory is predicted."""
 
 _LARGEST = {
     "model.layers": 10_000, "model.hidden": 2**20, "model.heads": 2**16, "model.vocab": 2**26,
@@ -27,7 +30,7 @@ _LARGEST = {
 
 
 _LARGEST_IN_CONFIG = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 10_000) | {
-    "num_labels": 2**20, "vocab_size": 2**26, "image_size": 2**14}
+    "num_labels": 2**20, "vocab_size": 2**26, "image_size": 2**12, "num_channels": 2**6}
 """The same for a transformers configuration: building it takes time and memory as these, before anything is known."""
 
 
@@ -43,6 +46,11 @@ def check_sizes(request: StudyRequest) -> None:
         value = getattr(getattr(request, part), name, None)
         if isinstance(value, int) and value > largest:
             problems.append(FieldError(path, f"{value} is out of range: give at most {largest}"))
+    if isinstance(request.model, VitSpec):
+        values = request.model.image_size**2 * request.model.channels
+        if values > MAX_IMAGE_VALUES:
+            problems.append(FieldError(
+                "model.image_size", f"{values} values in an image are out of range: give at most {MAX_IMAGE_VALUES}"))
     if isinstance(request.model, HuggingFaceSpec):
         problems.extend(_config_problems(request.model.config, "model.config"))
     if problems:

@@ -63,6 +63,13 @@ def test_a_name_holds_nothing_that_steers_a_terminal(client: TestClient, body: d
     assert "name" in problems_of(client.post("/api/v1/studies", json={**body, "name": f"a{character}31mb"}))
 
 
+@pytest.mark.parametrize("size", [{"image_size": 2**14, "patch_size": 1}, {"image_size": 1024, "channels": 4096}])
+def test_an_image_of_gigabytes_is_refused_before_one_is_made(
+        client: TestClient, body: dict[str, Any], size: dict[str, int]) -> None:
+    found = problems_of(client.post("/api/v1/studies", json={**body, "model": {"kind": "vit", **size}}))
+    assert "values in an image are out of range" in found["model.image_size"]
+
+
 @pytest.mark.parametrize(("config", "field"), [
     ({"num_labels": 10**9}, "model.config.num_labels"),
     ({"num_hidden_layers": 10**6}, "model.config.num_hidden_layers"), ({"n_layer": 1e9}, "model.config.n_layer"),
