@@ -41,7 +41,7 @@ class TrainConfig(Value):
     loss_scale: Real = Field(0.0, ge=0, description="fp16: a static loss scale; 0: dynamic")
     initial_scale_power: Whole = Field(16, ge=0, le=32, description="fp16, dynamic: the first scale is 2 to this power")
     loss_scale_window: Count = Field(1000, description="fp16, dynamic: steps without overflow before the scale doubles")
-    hysteresis: Count = Field(2, description="fp16, dynamic: overflows in a row before the scale halves")
+    hysteresis: Count = Field(2, description="fp16, dynamic: overflows since the scale last doubled before it halves")
     min_loss_scale: Real = Field(1.0, gt=0, description="fp16, dynamic: the scale's floor")
 
     @model_validator(mode="before")

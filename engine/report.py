@@ -1,9 +1,9 @@
 """What a worker group is asked and what it answers: frozen values, JSON on the wire."""
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine.config import OptimizerConfig, TrainConfig
 from engine.profile import HardwareProfile, ModelProfile
@@ -38,10 +38,24 @@ class MeasurePolicy(Value):
     """
 
     max_warmup_steps: Whole = Field(8, ge=1)
-    min_steps: Whole = Field(5, ge=2)
+    min_steps: Whole = Field(5, ge=2, description="where not given, no more than max_steps")
     max_steps: Whole = Field(30, ge=2)
     target_relative_interval: Real = Field(0.03, gt=0)
     max_seconds: Real = Field(60.0, gt=0, description="measured steps stop at the first step boundary after this")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_minimum_within_maximum(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "min_steps" not in data and data.get("max_steps") in (2, 3, 4):
+            return {**data, "min_steps": data["max_steps"]}
+        return data
+
+    @model_validator(mode="after")
+    def _minimum_within_maximum(self) -> Self:
+        if self.min_steps > self.max_steps:
+            raise ValueError(f"min_steps {self.min_steps} is more than max_steps {self.max_steps}: lower one or raise "
+                             "the other")
+        return self
 
 
 class TrialRequest(Value):
@@ -143,7 +157,7 @@ class FailureReport(Value):
 
 
 class TrialProgress(Value):
-    """Sent by rank 0 while a trial runs."""
+    """Where a rank is while a trial runs."""
 
     kind: Literal["progress"] = "progress"
     phase: Literal["setup", "warmup", "measuring"]

@@ -243,9 +243,10 @@ class Trainer:
             self._may_read_state_dict = self.config.zero_stage < 3
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Save everything that training needs to go on, each rank its part. Collective, atomic.
+        """Save parameters, optimizer and loss scale, each rank its part. Collective, atomic.
 
-        It loads at another world size, stage or precision.
+        It loads at another world size, stage or precision. Learning-rate schedulers, the data's place and random
+        states are the caller's to save.
         """
         progress = Progress(steps=self.steps, skipped_steps=self.skipped_steps, loss_scale=self._scale.state())
         save_checkpoint(self._training_state(), progress, Path(path))

@@ -154,6 +154,8 @@ class Scheduler:
             await record.write(lambda tx: settle(tx, study))
         except LeaseLostError as error:
             _log.warning("study %s: left to its new owner: %s", study.id, error)
+        except StoreUnavailableError as error:
+            _log.warning("study %s: left until its lease expires: %s", study.id, error)
         except Exception:  # noqa: BLE001 - one study's failure must not end the others
             _log.exception("study %s: could not be settled; its lease will expire", study.id)
         finally:

@@ -40,9 +40,8 @@ from engine.report import (
     TrialRequest,
 )
 
-PROBE_SECONDS = 600.0
-CALIBRATE_SECONDS = 300.0
-"""Deadlines; both take seconds where all is well."""
+PREPARE_SECONDS = 120.0
+"""Deadline of probing and of calibrating, unless the study's own budget is longer; both should take seconds."""
 
 _CONTENDED_NOTE = ("other processes used the devices during every measurement: the result is not kept as the model's "
                    "best configuration")
@@ -111,7 +110,7 @@ class StudyRun:
         if known is None:
             await self._enter(StudyPhase.PROBING)
             report, _ = await self._at.group.run(ProbeRequest(model=self._request.model),
-                                                 deadline_seconds=PROBE_SECONDS)
+                                                 deadline_seconds=self._prepare_seconds())
             if isinstance(report, FailureReport):
                 raise StudyFailedError(f"the model could not be probed: {_with_tail(report)}")
             assert isinstance(report, ProbeReport), report
@@ -131,7 +130,7 @@ class StudyRun:
         known = await self._record.read(lambda tx: tx.profiles.hardware(key))
         if known is None:
             await self._enter(StudyPhase.CALIBRATING)
-            report, _ = await self._at.group.run(CalibrateRequest(), deadline_seconds=CALIBRATE_SECONDS)
+            report, _ = await self._at.group.run(CalibrateRequest(), deadline_seconds=self._prepare_seconds())
             if isinstance(report, FailureReport):
                 raise StudyFailedError(f"the devices could not be calibrated: {_with_tail(report)}")
             assert isinstance(report, CalibrateReport), report
@@ -276,6 +275,9 @@ class StudyRun:
 
     async def _trials(self) -> tuple[Trial, ...]:
         return await self._record.read(lambda tx: tx.trials.list(self._study.id))
+
+    def _prepare_seconds(self) -> float:
+        return max(PREPARE_SECONDS, self._request.budget.max_seconds)
 
     def _elapsed(self) -> float:
         """Seconds of work on this study, earlier schedulers' included; waiting for a restart does not count."""

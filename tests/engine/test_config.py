@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from engine.config import OptimizerConfig, TrainConfig, require_global_batch, resolve_batch_sizes
 from engine.errors import BatchSizeError
+from engine.report import MeasurePolicy
 
 
 def triple(**given: int) -> tuple[int, int, int]:
@@ -92,6 +93,14 @@ def test_what_the_engine_cannot_run_is_refused(fields, message):
 def test_a_configuration_survives_json_unchanged():
     config = TrainConfig(zero_stage=3, precision="bf16", offload_param=True, offload_optimizer_ratio=0.3)
     assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_trial_measures_no_more_steps_than_its_maximum():
+    assert MeasurePolicy(max_steps=3).min_steps == 3
+    assert MeasurePolicy.model_validate(MeasurePolicy(max_steps=3).model_dump()).min_steps == 3
+    assert MeasurePolicy(max_steps=40).min_steps == MeasurePolicy().min_steps == 5
+    with pytest.raises(ValidationError, match="min_steps 6 is more than max_steps 4"):
+        MeasurePolicy(min_steps=6, max_steps=4)
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,22 @@ import logging
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from autotune.domain.errors import LaunchError
 from autotune.domain.hardware import Device
 from autotune.scheduler.launcher.base import Report, ignore_progress
 from autotune.scheduler.launcher.devices import DeviceType, find_devices, threads_per_rank
 from autotune.scheduler.launcher.rank import Event, RankGone, RankProcess
-from autotune.scheduler.launcher.stragglers import end_stragglers
+from autotune.scheduler.launcher.stragglers import (
+    RENDEZVOUS,
+    clear_after_dead_launchers,
+    end_stragglers,
+    group_directory,
+)
 from autotune.scheduler.launcher.watch import Watch, WatchLimits, report_of
 from engine.process import available_memory_bytes, host_memory_bytes, resident_memory
 from engine.report import Outcome, TrialProgress, WorkerRequest
@@ -56,6 +59,7 @@ class LocalLauncher:
         self._start_timeout_seconds = start_timeout_seconds
         self._stall_seconds = stall_seconds
         self._groups: list[LocalWorkerGroup] = []
+        clear_after_dead_launchers()
 
     @property
     def host(self) -> str:
@@ -108,8 +112,8 @@ class LocalWorkerGroup:
         self._stall_seconds = stall_seconds
         self._ranks: list[RankProcess] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._directory = Path(tempfile.mkdtemp(prefix="autotune-group-"))
-        self._rendezvous_file = str(self._directory / "rendezvous")
+        self._directory = group_directory()
+        self._rendezvous_file = str(self._directory / RENDEZVOUS)
         self._healthy = False
         self._closing = False
         self._gone = False
@@ -161,7 +165,7 @@ class LocalWorkerGroup:
         limits = WatchLimits(
             deadline_seconds=deadline_seconds, stall_seconds=self._stall_seconds,
             guarded_bytes=WatchLimits.guard_for(limit) if on_cpu else None,
-            host_reserve_bytes=min(host_memory_bytes() // 50, 256 * 2**20))
+            host_reserve_bytes=min(host_memory_bytes() // 20, 4 * 2**30))
         watch = Watch(request, len(self._ranks), limits, time.monotonic())
         self._healthy = False
         try:

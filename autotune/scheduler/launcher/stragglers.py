@@ -1,14 +1,35 @@
-"""What a user's task started and left behind, in sessions of its own too: found by a mark in its environment."""
+"""What a group can leave behind: processes that a user's task started, in sessions of their own too, which carry a mark
+in their environment; and, where the launcher itself was killed, the group's directory."""
 
 import os
+import shutil
 import signal
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 GROUP_VARIABLE = "ENGINE_WORKER_GROUP"
 """Names the worker group in the environment of its processes and of all that they start."""
 
+RENDEZVOUS = "rendezvous"
+"""Name of the file in a group's directory through which its ranks find each other. Its path is the mark."""
+
+_PREFIX = "autotune-group-"
 _PASSES = 3
+
+
+def group_directory() -> Path:
+    """A new private directory for a group, whose name tells which process launched it."""
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+
+
+def clear_after_dead_launchers() -> None:
+    """End what groups of launchers that are no more have left, and remove their directories."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        launcher = directory.name.removeprefix(_PREFIX).split("-")[0]
+        if launcher.isdigit() and not Path(f"/proc/{launcher}").exists():
+            end_stragglers(str(directory / RENDEZVOUS))
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def end_stragglers(group: str) -> int:

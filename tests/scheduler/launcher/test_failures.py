@@ -4,12 +4,14 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from autotune.domain.errors import LaunchError
+from autotune.scheduler.launcher import LocalLauncher
 from engine.report import FailureReport, MeasurePolicy, Outcome, ProbeRequest, TrialReport
 from tests.support import tasks
 from tests.support.trials import QUICK, TINY_GPT, alive, group, run, run_once, trial
@@ -153,6 +155,25 @@ def test_a_rank_killed_while_idle_fails_the_next_request() -> None:
             assert not started.healthy
 
     run(scenario())
+
+
+def test_what_a_killed_launcher_left_is_cleared_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ended = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
+    dead, living = (tmp_path / f"autotune-group-{pid}-x" for pid in (int(ended.stdout), os.getpid()))
+    orphans = []
+    for directory in (dead, living):
+        directory.mkdir()
+        mark = {"ENGINE_WORKER_GROUP": str(directory / "rendezvous")}
+        orphans.append(subprocess.Popen(["sleep", "60"], env=os.environ | mark, start_new_session=True))
+    try:
+        LocalLauncher(device_type="cpu")
+        assert orphans[0].wait(10) == -signal.SIGKILL
+        assert orphans[1].poll() is None
+        assert [path.name for path in tmp_path.iterdir()] == [living.name]
+    finally:
+        orphans[1].kill()
+        orphans[1].wait()
 
 
 def test_a_group_that_lost_a_rank_while_idle_is_not_healthy() -> None:
