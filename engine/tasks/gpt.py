@@ -10,33 +10,7 @@ from torch.nn import functional as F
 from engine.spec import GptSpec
 from engine.tasks.base import Batch
 from engine.tasks.synthetic import random_bits
-
-
-class GptBlock(nn.Module):
-    """Attention and feed-forward, each with its norm and residual. (B, L, H) -> (B, L, H)."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1 = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.projection = nn.Linear(hidden, hidden)
-        self.norm_2 = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 4 * hidden)
-        self.down = nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x_BLH: Tensor) -> Tensor:
-        x_BLH = x_BLH + self._attend(self.norm_1(x_BLH))
-        out_BLH: Tensor = x_BLH + self.down(F.gelu(self.up(self.norm_2(x_BLH)), approximate="tanh"))
-        return out_BLH
-
-    def _attend(self, x_BLH: Tensor) -> Tensor:
-        batch, length, hidden = x_BLH.shape
-        qkv_BLH3 = self.qkv(x_BLH).view(batch, length, 3, self.heads, hidden // self.heads)
-        q_BNLD, k_BNLD, v_BNLD = qkv_BLH3.permute(2, 0, 3, 1, 4).unbind(0)
-        out_BNLD = F.scaled_dot_product_attention(q_BNLD, k_BNLD, v_BNLD, is_causal=True)
-        out_BLH: Tensor = self.projection(out_BNLD.transpose(1, 2).reshape(batch, length, hidden))
-        return out_BLH
+from engine.tasks.transformer import TransformerBlock
 
 
 class Gpt(nn.Module):
@@ -46,7 +20,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(spec.vocab, spec.hidden)
         self.positions = nn.Embedding(spec.sequence_length, spec.hidden)
-        self.blocks = nn.ModuleList(GptBlock(spec.hidden, spec.heads) for _ in range(spec.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(spec.hidden, spec.heads, causal=True) for _ in range(spec.layers))
         self.norm = nn.LayerNorm(spec.hidden)
         self.head = nn.Linear(spec.hidden, spec.vocab, bias=False)
         self.apply(_initialize)

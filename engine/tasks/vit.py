@@ -10,29 +10,7 @@ from torch.nn import functional as F
 from engine.spec import VitSpec
 from engine.tasks.base import Batch
 from engine.tasks.synthetic import random_bits, random_uniform
-
-
-class VitBlock(nn.Module):
-    """Attention and feed-forward, each with its norm and residual. (B, P, H) -> (B, P, H)."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1 = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.projection = nn.Linear(hidden, hidden)
-        self.norm_2 = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 4 * hidden)
-        self.down = nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x_BPH: Tensor) -> Tensor:
-        batch, patches, hidden = x_BPH.shape
-        qkv = self.qkv(self.norm_1(x_BPH)).view(batch, patches, 3, self.heads, hidden // self.heads)
-        q_BNPD, k_BNPD, v_BNPD = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        out_BNPD = F.scaled_dot_product_attention(q_BNPD, k_BNPD, v_BNPD)
-        x_BPH = x_BPH + self.projection(out_BNPD.transpose(1, 2).reshape(batch, patches, hidden))
-        out_BPH: Tensor = x_BPH + self.down(F.gelu(self.up(self.norm_2(x_BPH))))
-        return out_BPH
+from engine.tasks.transformer import TransformerBlock
 
 
 class Vit(nn.Module):
@@ -43,7 +21,7 @@ class Vit(nn.Module):
         patches = (spec.image_size // spec.patch_size) ** 2
         self.patchify = nn.Conv2d(spec.channels, spec.hidden, spec.patch_size, stride=spec.patch_size)
         self.positions = nn.Parameter(torch.randn(1, patches, spec.hidden) * 0.02)
-        self.blocks = nn.ModuleList(VitBlock(spec.hidden, spec.heads) for _ in range(spec.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(spec.hidden, spec.heads, causal=False) for _ in range(spec.layers))
         self.norm = nn.LayerNorm(spec.hidden)
         self.head = nn.Linear(spec.hidden, spec.classes)
 

@@ -23,7 +23,7 @@ def test_parameters_are_counted_exactly() -> None:
     assert profile.parameters == profile.trainable_parameters == 3 * block + 512 * 64 + 32 * 64 + 2 * 64
     assert profile.largest_parameter == 512 * 64
     assert profile.parameter_tensors == len(list(build_task(GPT).build_model().parameters()))
-    assert (profile.block_class, profile.block_count) == ("GptBlock", 3)
+    assert (profile.block_class, profile.block_count) == ("TransformerBlock", 3)
     assert profile.tokens_per_sample == 32
     assert profile.fingerprint == spec_fingerprint(GPT)
 
