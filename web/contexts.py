@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.domain.prediction import Prediction
 from autotune.domain.study import BestConfig, PlanSummary, Study, StudyPhase, StudyState, Trial
-from autotune.domain.throughput import Throughput, shown_throughput
+from autotune.domain.throughput import Throughput, shown_gain, shown_throughput
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome
 from web.measured import fastest
@@ -234,12 +234,11 @@ def trial_page(study: Study, trial: Trial, trials: Sequence[Trial]) -> TrialPage
     """The page of one trial, compared with trial 0 of its study."""
     rate = shown_throughput(trial)
     baseline = next((other for other in trials if other.number == 0), None)
-    baseline_rate = shown_throughput(baseline) if baseline else None
     numbers = [other.number for other in trials]
     last_run = trial.measurements[-1] if trial.measurements else None
     return TrialPage(
         study=study, trial=trial, cue=trial_cue(trial), role=ROLES[trial.role], rate=rate,
-        gain=rate.tokens_per_second / baseline_rate.tokens_per_second if rate and baseline_rate else None,
+        gain=shown_gain(trial, baseline),
         peak_device_bytes=trial.peak_device_bytes, peak_host_bytes=trial.peak_host_bytes, last_run=last_run,
         compared=compare(trial), phases=phase_segments(last_run) if last_run else (),
         memory=memory_bar(trial.prediction, trial.peak_device_bytes, memory_limit(study)),
@@ -320,7 +319,7 @@ def best_view(study: Study, trials: Sequence[Trial]) -> BestView | None:
         baseline_number=baseline.number if baseline else None,
         baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate else None,
         baseline_peak_device_bytes=baseline.peak_device_bytes if baseline else None,
-        speedup=rate.tokens_per_second / baseline_rate.tokens_per_second if baseline_rate else None,
+        speedup=shown_gain(best, baseline),
         speedup_interval=None, tie_with=(), diff=config_diff(baseline.config if baseline else best.config, best.config))
 
 

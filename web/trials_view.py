@@ -7,7 +7,7 @@ from typing import Any, Self
 from urllib.parse import urlencode
 
 from autotune.domain.study import Trial, TrialState
-from autotune.domain.throughput import Throughput, shown_throughput
+from autotune.domain.throughput import Throughput, shown_gain, shown_throughput
 from engine.config import TrainConfig
 from engine.report import Outcome
 from web.measured import fastest
@@ -128,7 +128,7 @@ def trials_table(trials: Sequence[Trial], view: TableView, *, best_number: int |
     if best_number is None:
         best = fastest(tuple(trials))
         best_number = best.number if best else None
-    baseline = next((shown_throughput(trial) for trial in trials if trial.number == 0), None)
+    baseline = next((trial for trial in trials if trial.number == 0), None)
     rows = [_row(trial, baseline, is_best=trial.number == best_number) for trial in trials
             if view.outcome in (None, _outcome(trial))]
     knobs = KNOBS if view.all_knobs else differing_knobs([trial.config for trial in trials])
@@ -149,12 +149,11 @@ def _outcome(trial: Trial) -> str:
     return "running" if trial.outcome is None else trial.outcome.value
 
 
-def _row(trial: Trial, baseline: Throughput | None, *, is_best: bool) -> TrialRow:
-    rate = shown_throughput(trial)
-    gain = rate.tokens_per_second / baseline.tokens_per_second if rate and baseline else None
+def _row(trial: Trial, baseline: Trial | None, *, is_best: bool) -> TrialRow:
     return TrialRow(
         number=trial.number, role=ROLES[trial.role], cue=trial_cue(trial), running=trial.state is TrialState.RUNNING,
-        rate=rate, gain=gain, peak_device_bytes=trial.peak_device_bytes, peak_host_bytes=trial.peak_host_bytes,
+        rate=shown_throughput(trial), gain=shown_gain(trial, baseline),
+        peak_device_bytes=trial.peak_device_bytes, peak_host_bytes=trial.peak_host_bytes,
         runs=len(trial.measurements), contended=any(run.contended for run in trial.measurements), is_best=is_best,
         detail=trial.detail, config=trial.config)
 

@@ -51,6 +51,14 @@ def shown_throughput(trial: Trial) -> Throughput | None:
     return throughput(trial) or _pooled(trial, [run for run in trial.measurements if is_measured(run)])
 
 
+def shown_gain(trial: Trial, baseline: Trial | None) -> float | None:
+    """Throughput over the baseline's; None where only one of the two was measured without contention."""
+    if baseline is None or (throughput(trial) is None) != (throughput(baseline) is None):
+        return None
+    rate, reference = shown_throughput(trial), shown_throughput(baseline)
+    return rate.tokens_per_second / reference.tokens_per_second if rate and reference else None
+
+
 def _pooled(trial: Trial, runs: list[Measurement]) -> Throughput | None:
     if not may_win(trial) or not runs:
         return None

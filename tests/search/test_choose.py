@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from autotune.domain.study import TrialRole
-from autotune.domain.throughput import throughput
+from autotune.domain.throughput import shown_gain, throughput
 from autotune.search.choose import choose, finalists, first_configs, why_no_winner
 from engine.config import TrainConfig
 from engine.report import Outcome
@@ -69,6 +69,12 @@ class TestThroughput:
         assert rate is not None
         assert rate.step_seconds == 1.0
         assert throughput(finished(0, None, measurement(1.0, 1.0, contended=True))) is None
+
+    def test_a_clean_trial_is_not_compared_with_a_contended_baseline(self) -> None:
+        clean, contended = (finished(0, None, measurement(1.0, 1.0, contended=flag)) for flag in (False, True))
+        assert shown_gain(clean, contended) is None
+        assert shown_gain(contended, clean) is None
+        assert shown_gain(clean, clean) == shown_gain(contended, contended) == 1.0
 
     def test_one_step_alone_falls_back_on_the_worker_s_own_interval(self) -> None:
         rate = throughput(finished(0, None, measurement(1.0)))
