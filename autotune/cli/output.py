@@ -157,8 +157,11 @@ def winner_lines(best: BestLike) -> Sequence[str]:
         interval = best.speedup_interval
         between = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
         lines.append(f"speed-up: {best.speedup:.2f}x{between}")
+    elif best.baseline_peak_device_bytes is not None:
+        lines.append("speed-up unknown: other work slowed the machine whenever the baseline was measured")
     if not best.confirmed:
-        lines.append("not confirmed: not measured again beside the others, or not undisturbed")
+        lines.append("not confirmed: not measured again, or other work slowed the machine while it was")
     if best.tie_with:
-        lines.append(f"within the interval of trial {', '.join(map(str, best.tie_with))}: as good as equal")
+        trials = "trials" if len(best.tie_with) > 1 else "trial"
+        lines.append(f"as good as equal, within its interval: {trials} {', '.join(map(str, best.tie_with))}")
     return lines

@@ -64,10 +64,15 @@ class StudyScreen:
         self._tell(study, trials)
 
     def _tell(self, study: StudyLike, trials: dict[int, Trial]) -> None:
+        if self._last_status:  # the trials that came meanwhile belong to what the study did until now
+            self._tell_trials(trials)
         status = f"{study.state.value}{f': {study.phase.value}' if study.phase else ''}"
         if status != self._last_status:
             self._last_status = status
             self._console.print(f"study {study.id} {status}", highlight=False, markup=False, soft_wrap=True)
+        self._tell_trials(trials)
+
+    def _tell_trials(self, trials: dict[int, Trial]) -> None:
         base = trials[0].config if 0 in trials else None
         for number in sorted(trials):
             trial = trials[number]
