@@ -175,6 +175,8 @@ def run(options: argparse.Namespace) -> int:
     port = choose_port(options.port)
     with running_service(data_dir, port, token) as (process, url), Client(url, token) as client:
         console.print(f"service: {url}  (log: {data_dir / 'serve.log'})", highlight=False, soft_wrap=True)
+        dashboard = f"dashboard: {url}/login#token={token}"
+        console.print(dashboard, highlight=False, soft_wrap=True)
         offered = wait_for_devices(client, process)
         hardware = request.setdefault("hardware", {})
         hardware["devices"] = min(hardware.get("devices", 1), offered)
@@ -188,8 +190,8 @@ def run(options: argparse.Namespace) -> int:
         print_result(client.best(study.id), trials)
         console.print("exports:")
         write_exports(client, study.id, data_dir / "exports" / study.id)
-        console.print(f"dashboard: {url}/login#token={token}", highlight=False, soft_wrap=True)
         if not options.exit:
+            console.print(dashboard, highlight=False, soft_wrap=True)
             console.print("serving until Ctrl-C")
             return process.wait()
     return 0
