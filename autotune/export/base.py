@@ -77,7 +77,8 @@ class ConfigReader:
         """All that the user must know, in the order of importance."""
         ranks = self.world_size
         batch = self.best.request.training.global_batch_size
-        return (f"tuned on {ranks} processes with a global batch of {batch}: with another number of processes, change "
+        processes = "1 process" if ranks == 1 else f"{ranks} processes"
+        return (f"tuned on {processes} with a global batch of {batch}: with another number of processes, change "
                 f"gradient_accumulation_steps so that micro-batch x accumulation x processes stays {batch}",
                 *self._notes, *self._left_out())
 
