@@ -145,6 +145,9 @@ class Ranks:
         if self._owned:
             self._owned = False
             dist.destroy_process_group()
+            # The last reference: gloo's threads are joined now. Left to the interpreter's end, one that still frees a
+            # tensor there aborts the process ("terminate called without an active exception").
+            self.group = None
 
     def _gather(self, rows: Tensor) -> Pending:
         if self._pairwise:
