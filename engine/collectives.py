@@ -12,7 +12,9 @@ they sum and never average, because averaging is not right on every backend. Two
 With one rank nothing is sent and results are the arguments themselves.
 """
 
+import atexit
 import os
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -34,6 +36,10 @@ class PendingSum(Protocol):
 
     def wait(self) -> Tensor:
         """The sum, once it may be read on the current stream. Call once."""
+
+
+_open: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
+"""On gloo, for those whose trainer is never closed."""
 
 
 class Ranks:
@@ -58,6 +64,8 @@ class Ranks:
         self._tag = 0
         self.has_host_transport = group is not None and "cpu:gloo" in dist.get_backend_config(group)
         self._pairwise = self.has_host_transport and device.type == "cpu"
+        if self._pairwise:
+            _open.add(self)
 
     def reduce_scatter(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
         """Sum `full` over the ranks; each gets its own slice.
@@ -141,13 +149,15 @@ class Ranks:
             self.sum_small(torch.zeros(1, device=self.device))
 
     def close(self) -> None:
-        """Destroy the process group, where `connect` made it."""
-        if self._owned:
-            self._owned = False
+        """Let go of the process group, and destroy it where `connect` made it.
+
+        gloo's threads are joined with the last reference. Left to the interpreter's end, one that still frees a tensor
+        there aborts the process ("terminate called without an active exception").
+        """
+        if self._owned and dist.is_initialized():
             dist.destroy_process_group()
-            # The last reference: gloo's threads are joined now. Left to the interpreter's end, one that still frees a
-            # tensor there aborts the process ("terminate called without an active exception").
-            self.group = None
+        self._owned = False
+        self.group = None
 
     def _gather(self, rows: Tensor) -> Pending:
         if self._pairwise:
@@ -189,6 +199,12 @@ def connect(device: torch.device, group: dist.ProcessGroup | None = None) -> Ran
         return Ranks(None, device=device)
     dist.init_process_group(dist.get_default_backend_for_device(device))
     return Ranks(dist.group.WORLD, device=device, owned=True)
+
+
+@atexit.register
+def _close_open() -> None:
+    for ranks in list(_open):
+        ranks.close()
 
 
 # torch 2.13 renamed the flat variants and warns at the old names; both names take (output, input).
