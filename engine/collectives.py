@@ -13,7 +13,9 @@ With one rank nothing is sent and results are the arguments themselves.
 """
 
 import atexit
+import functools
 import os
+import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -41,6 +43,8 @@ class PendingSum(Protocol):
 _open: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 """On gloo, for those whose trainer is never closed."""
 
+_LOCK_SECONDS = 0.05
+
 
 class Ranks:
     """The ranks that train one model together.
@@ -66,6 +70,7 @@ class Ranks:
         self._pairwise = self.has_host_transport and device.type == "cpu"
         if self._pairwise:
             _open.add(self)
+            _leave_gloo_at_exit()
 
     def reduce_scatter(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
         """Sum `full` over the ranks; each gets its own slice.
@@ -201,10 +206,16 @@ def connect(device: torch.device, group: dist.ProcessGroup | None = None) -> Ran
     return Ranks(dist.group.WORLD, device=device, owned=True)
 
 
-@atexit.register
-def _close_open() -> None:
+@functools.cache
+def _leave_gloo_at_exit() -> None:
+    atexit.register(_leave_gloo)
+
+
+def _leave_gloo() -> None:
     for ranks in list(_open):
         ranks.close()
+    # A thread of gloo's may still hold a tensor of the last collective, and wait for the interpreter's lock to free it.
+    time.sleep(_LOCK_SECONDS)
 
 
 # torch 2.13 renamed the flat variants and warns at the old names; both names take (output, input).
