@@ -15,6 +15,7 @@ from engine.trainer import initialize
 from tests.engine.training import (
     FEATURES,
     Block,
+    RanksOf,
     Setup,
     Tower,
     Weights,
@@ -23,14 +24,11 @@ from tests.engine.training import (
     loss_of,
     micro_batches,
     reference,
+    stages,
     start,
     train,
 )
-from tests.support.ranks import RankError, Ranks
-
-RanksOf = Callable[[int], Ranks]
-
-stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+from tests.support.ranks import RankError
 
 
 @stages

@@ -15,6 +15,7 @@ from engine.trainer import initialize
 from tests.engine.training import (
     FEATURES,
     Awkward,
+    RanksOf,
     Setup,
     Weights,
     assert_same_weights,
@@ -24,14 +25,10 @@ from tests.engine.training import (
     reference,
     run_step,
     samples,
+    stages,
     start,
     train,
 )
-from tests.support.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
-
-stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 def _save_after(setup: Setup, steps: int, path: Path) -> list[Weights]:

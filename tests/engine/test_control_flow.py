@@ -1,7 +1,6 @@
 """Graphs that differ between ranks or steps, and training loops that are not the plain one."""
 
 import inspect
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from engine.trainer import Trainer, initialize
 from tests.engine.training import (
     FEATURES,
     Block,
+    RanksOf,
     Setup,
     Tower,
     Weights,
@@ -25,15 +25,12 @@ from tests.engine.training import (
     reference,
     run_step,
     samples,
+    stages,
     start,
     train,
+    worlds,
 )
-from tests.support.ranks import RankPool, Ranks
-
-RanksOf = Callable[[int], Ranks]
-
-stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
+from tests.support.ranks import RankPool
 
 
 def gathered_bytes(trainer: Trainer) -> int:

@@ -11,6 +11,7 @@ from engine import ConfigurationError, OptimizerConfig, TrainConfig
 from engine.trainer import initialize
 from tests.engine.training import (
     FEATURES,
+    RanksOf,
     Setup,
     Tower,
     Weights,
@@ -21,9 +22,7 @@ from tests.engine.training import (
     samples,
     start,
 )
-from tests.support.ranks import RankError, RankPool, Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.support.ranks import RankError, RankPool
 
 
 def _frozen() -> nn.Module:

@@ -15,6 +15,7 @@ from tests.engine.training import (
     FEATURES,
     Awkward,
     Optimizer,
+    RanksOf,
     Setup,
     Weights,
     assert_same_weights,
@@ -22,15 +23,11 @@ from tests.engine.training import (
     perceptron,
     reference,
     run_step,
+    stages,
     start,
     train,
     wide,
 )
-from tests.support.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
-
-stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 @stages

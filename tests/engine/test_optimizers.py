@@ -12,20 +12,17 @@ from engine import ConfigurationError, OptimizerConfig, TrainConfig
 from engine.trainer import initialize
 from tests.engine.training import (
     Awkward,
+    RanksOf,
     Setup,
     assert_same_weights,
     built,
     perceptron,
     reference,
     run_step,
+    stages,
     start,
     train,
 )
-from tests.support.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
-
-stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 class SignMomentum(torch.optim.Optimizer):

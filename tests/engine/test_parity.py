@@ -11,6 +11,7 @@ from engine import OptimizerConfig, TrainConfig
 from tests.engine.training import (
     FEATURES,
     Awkward,
+    RanksOf,
     Setup,
     Tower,
     assert_same_weights,
@@ -18,18 +19,15 @@ from tests.engine.training import (
     perceptron,
     reference,
     samples,
+    stages,
     start,
     train,
+    worlds,
 )
-from tests.support.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
 
 ADAMW = OptimizerConfig(lr=0.01, weight_decay=0.1)
 MOMENTUM = OptimizerConfig(name="sgd", lr=0.05, momentum=0.9, weight_decay=0.01)
 
-stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 @stages

@@ -1,7 +1,7 @@
 """16-bit training: masters, loss scaling, norms, accumulation, buffers."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from tests.engine.training import (
     FEATURES,
     GLOBAL_BATCH,
     Awkward,
+    RanksOf,
     Setup,
     Weights,
     assert_same_weights,
@@ -25,14 +26,11 @@ from tests.engine.training import (
     reference,
     run_step,
     samples,
+    stages,
     start,
     train,
 )
-from tests.support.ranks import Ranks
 
-RanksOf = Callable[[int], Ranks]
-
-stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 MOMENTUM = OptimizerConfig(name="sgd", lr=0.05, momentum=0.9)
 
 

@@ -1,16 +1,21 @@
 """Bytes really held, against the table of the ZeRO paper (arXiv 1910.02054)."""
 
-from collections.abc import Callable
 
 import pytest
 
 from engine import OptimizerConfig, TrainConfig
 from engine.report import StateBytes
 from engine.trainer import storage_bytes
-from tests.engine.training import FEATURES, Setup, loss_of, micro_batches, run_step, start, wide
-from tests.support.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.engine.training import (
+    FEATURES,
+    RanksOf,
+    Setup,
+    loss_of,
+    micro_batches,
+    run_step,
+    start,
+    wide,
+)
 
 BUCKET = 2_000
 

@@ -3,15 +3,23 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine import OptimizerConfig, TrainConfig
 from engine.trainer import Trainer, initialize
+from tests.support.ranks import Ranks
 
 GLOBAL_BATCH = 12
 FEATURES = 8
+
+RanksOf = Callable[[int], Ranks]
+"""The `ranks` fixture."""
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 Weights = dict[str, Tensor]
 Optimizer = OptimizerConfig | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
