@@ -14,8 +14,8 @@ from autotune.domain.study import Progress, StudyState, TrialState
 from autotune.scheduler.loop import Scheduler
 from autotune.scheduler.owner import Owner
 from autotune.store import Database
-from engine.report import Outcome
-from tests.support.launcher import FakeLauncher
+from engine.report import Outcome, TrialReport, TrialRequest
+from tests.support.launcher import FakeLauncher, by_micro_batch
 from tests.support.samples import sample_report
 from tests.support.scheduling import (
     QUICK,
@@ -138,16 +138,23 @@ async def test_the_next_study_starts_when_one_is_cancelled(database: Database) -
     assert study_of(database, first).state is StudyState.CANCELLED
 
 
+def hold_after(launcher: FakeLauncher, trials: int) -> None:
+    """Let so many trials end; the next waits until `launcher.hold` is lifted."""
+    def script(request: TrialRequest) -> TrialReport:
+        if len(launcher.trials) == trials:
+            launcher.hold = asyncio.Event()
+        return by_micro_batch(request)
+
+    launcher.script = script
+
+
 @in_loop
 async def test_a_stopped_scheduler_leaves_its_study_to_the_next(database: Database) -> None:
-    hold = asyncio.Event()
     launcher = FakeLauncher()
+    hold_after(launcher, trials=1)
     study = submit(database, **THREE_POINTS)
     working = Working(database, launcher)
-    await until(lambda: len(trials_of(database, study)) >= 1)
-    launcher.hold = hold
-    await until(lambda: any(run.ended_at is None for run in launcher.trials) or study_of(
-        database, study).state.is_final)
+    await until(lambda: len(launcher.trials) == 2)
     await working.end()
     left = study_of(database, study)
     kept = trials_of(database, study)
@@ -172,24 +179,17 @@ async def test_a_stopped_scheduler_leaves_its_study_to_the_next(database: Databa
 @in_loop
 async def test_confirming_goes_on_where_it_stopped(database: Database) -> None:
     launcher = FakeLauncher()
+    hold_after(launcher, trials=7)
     study = submit(database, search={"sampler": "random", "space": {"micro_batch_size": [1, 2, 4]}})
-
-    def hold_in_second_round() -> bool:
-        repeats = sum(len(trial.repeats) for trial in trials_of(database, study))
-        if repeats >= 4 and launcher.hold is None:
-            launcher.hold = asyncio.Event()
-        return launcher.hold is not None
-
-    launcher.seconds = 0.05
     working = Working(database, launcher)
-    await until(hold_in_second_round)
+    await until(lambda: len(launcher.trials) == 8)
     await working.end()
     before = {trial.number: len(trial.repeats) for trial in trials_of(database, study)}
     launcher.hold = None
     async with scheduler(database, launcher):
         ended = await finished(database, study)
     trials = trials_of(database, study)
-    assert sum(before.values()) >= 4
+    assert sum(before.values()) == 4, "of the fifth repeat nothing is kept"
     assert [len(trial.repeats) for trial in trials] == [2, 2, 2]
     served = [run for run in launcher.trials if run.ended_at is not None and not run.cancelled]
     assert len(served) == 3 + 6, "nothing that was recorded is measured again"
