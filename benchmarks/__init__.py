@@ -1,0 +1,1 @@
+"""Measurements of the engine that take too long for a test."""
