@@ -26,6 +26,8 @@ def outcome_of(error: BaseException, device_type: str) -> Outcome:
         return Outcome.OOM_DEVICE
     if isinstance(error, HostMemoryLimitError):
         return Outcome.OOM_HOST
+    if isinstance(error, FloatingPointError):
+        return Outcome.NON_FINITE
     if isinstance(error, MemoryError):
         return host
     if isinstance(error, RuntimeError):

@@ -1,9 +1,14 @@
 """What ranks agree on before an update: the gradient's global norm and which parameters were used."""
 
 import torch
+from torch import Tensor
 
 from engine.collectives import Ranks
 from engine.stages.base import Stage
+
+_PIECE = 2**18
+"""Elements summed at once on CPU: torch adds them up in a few fp32 numbers there, and at ten million the norm is wrong
+by 4e-4. Converting 16-bit gradients first, piece by piece, takes a tenth of the time of having torch do it."""
 
 
 def gradient_norm(stage: Stage, ranks: Ranks) -> float:
@@ -18,9 +23,15 @@ def gradient_norm(stage: Stage, ranks: Ranks) -> float:
         if gradient is not None:
             if gradient.numel() > state.bucket.shard_size:
                 gradient = gradient[state.bucket.shard(ranks.rank)]
-            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+            norms += _norms(gradient)
     total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=ranks.device)
     return float(ranks.sum_small(total).sqrt())
+
+
+def _norms(gradient: Tensor) -> list[Tensor]:
+    if gradient.device.type != "cpu":
+        return [torch.linalg.vector_norm(gradient, dtype=torch.float32)]
+    return [torch.linalg.vector_norm(piece.float()) for piece in torch.split(gradient, _PIECE)]
 
 
 def agree_on_used(stage: Stage, ranks: Ranks) -> set[int] | None:

@@ -85,22 +85,30 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """The same structure of tuples, lists and dicts with floating-point tensors in `dtype`."""
+    """The same structure of tuples (named ones too), lists and dicts with floating-point tensors in `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (tuple, list):
         return type(value)(cast_floating(item, dtype) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(item, dtype) for item in value))
     if type(value) is dict:
         return {key: cast_floating(item, dtype) for key, item in value.items()}
     return value
 
 
-def require_precision(precision: Precision, device: torch.device) -> None:
-    """Check by running it that the device computes in this precision.
+def require_precision(config: TrainConfig, device: torch.device) -> None:
+    """Check by running it that the device computes in this precision, and that its loss scale can fall.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: it does not, or cannot.
     """
+    precision = config.precision
+    if precision == "fp16" and config.loss_scale == 0 and config.min_loss_scale > 2.0 ** config.initial_scale_power:
+        raise ConfigurationError(
+            f"min_loss_scale {config.min_loss_scale} is above the first scale, 2 to the power "
+            f"{config.initial_scale_power}: lower it, or raise initial_scale_power",
+            fields=("min_loss_scale", "initial_scale_power"))
     if precision == "fp32":
         return
     try:
@@ -111,11 +119,15 @@ def require_precision(precision: Precision, device: torch.device) -> None:
                                  fields=("precision",)) from error
 
 
+_PATIENCE = 100
+"""Overflows in a row, at a scale that cannot fall, after which training is given up. A bad batch or two pass sooner."""
+
+
 class LossScale:
     """The factor that keeps small fp16 gradients above zero; 1 and constant in other precisions.
 
     The dynamic rule is DeepSpeed's: it doubles after `window` steps without overflow; an overflow uses up hysteresis
-    first and halves it afterwards; hysteresis is refilled when it doubles.
+    first and halves it afterwards, down to the floor; hysteresis is refilled when it doubles.
 
     Attributes:
         value: the present scale.
@@ -128,6 +140,7 @@ class LossScale:
             config.loss_scale_window, config.hysteresis, config.min_loss_scale)
         self.value = 2.0 ** config.initial_scale_power if self._dynamic else config.loss_scale if self._scales else 1.0
         self._step, self._last_overflow, self._hysteresis_left = 0, -1, config.hysteresis
+        self._in_vain = 0  # overflows in a row at a scale that cannot fall
 
     @property
     def checks_overflow(self) -> bool:
@@ -139,7 +152,17 @@ class LossScale:
         return loss.float() * self.value if self._scales else loss
 
     def update(self, *, overflow: bool) -> None:
-        """Adapt after a step."""
+        """Adapt after a step.
+
+        Raises:
+            FloatingPointError: gradients keep overflowing, and a smaller scale is not to be had.
+        """
+        cannot_fall = not self._dynamic or self.value <= self._minimum
+        self._in_vain = self._in_vain + 1 if overflow and cannot_fall else 0
+        if self._in_vain == _PATIENCE:
+            raise FloatingPointError(
+                f"gradients were not finite in {_PATIENCE} steps in a row at loss scale {self.value:g}, which cannot "
+                "fall: look for inf or nan in the loss, lower the learning rate, or use precision bf16")
         if self._dynamic:
             if overflow:
                 if self._hysteresis_left == 1:
@@ -153,11 +176,15 @@ class LossScale:
         self._step += 1
 
     def state(self) -> dict[str, float]:
+        """What `load_state` needs; empty for a constant scale."""
+        if not self._dynamic:
+            return {}
         return {"value": self.value, "step": self._step, "last_overflow": self._last_overflow,
                 "hysteresis_left": self._hysteresis_left}
 
     def load_state(self, state: dict[str, float]) -> None:
-        if self._dynamic:
+        """Go on where a dynamic scale was; a constant one has nothing to tell or to learn."""
+        if self._dynamic and state:
             self.value = state["value"]
             self._step, self._last_overflow = int(state["step"]), int(state["last_overflow"])
             self._hysteresis_left = int(state["hysteresis_left"])

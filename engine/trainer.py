@@ -67,7 +67,7 @@ def initialize(model: nn.Module, *, config: TrainConfig, optimizer: OptimizerCon
         ConfigurationError: the model, the optimizer and the configuration cannot be trained together; names the field.
     """
     device = device or _default_device()
-    require_precision(config.precision, device)
+    require_precision(config, device)
     require_trainable(model)
     if blocks is None:
         blocks = find_blocks(model)
@@ -151,6 +151,7 @@ class Trainer:
 
         Raises:
             RuntimeError: there was no backward since the last call.
+            FloatingPointError: fp16 gradients overflow in step after step, and the loss scale cannot fall.
         """
         if not self._uncounted:
             raise RuntimeError("step() ends a micro-batch, and there is none: call backward(loss) before it")
@@ -170,8 +171,8 @@ class Trainer:
         else:
             self._update.step(used=used, divisor=self._clipped(divisor, norm))
             self.steps += 1
-        self._scale.update(overflow=overflow)
         self._stage.gradients.start_window()
+        self._scale.update(overflow=overflow)
         return StepResult(applied=not overflow, grad_norm=norm if norm is not None and math.isfinite(norm) else None,
                           loss_scale=scale, boundary=True)
 
