@@ -1,13 +1,8 @@
 """The data-parallel ranks and every collective between them.
 
 Collectives are issued in one total order that is the same on all ranks (the callers see to it) and return a `Pending`;
-they sum and never average, because averaging is not right on every backend. Two transports stand behind one protocol:
-
-- pairwise (gloo): slices go straight to their owner by send and receive and are added there in rank order. gloo's own
-  reduce-scatter moves as much as an all-reduce and takes twice its time. Adding in rank order makes a sum independent
-  of how parameters were put into buckets.
-- native (NCCL and others): the backend's collectives, which run on the backend's own stream; waiting orders the
-  current stream after them and does not stop the host.
+they sum and never average. How they move bytes is the transport's: the backend's own collectives (NCCL and others),
+or on the CPU messages from rank to rank, through sockets or, where all ranks are on one host, through shared memory.
 
 With one rank nothing is sent and results are the arguments themselves.
 """
@@ -19,26 +14,20 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.shared_memory import share_memory
+from engine.transports.base import Done, Nothing, Pending, PendingSum, Transport
+from engine.transports.native import NativeTransport
+from engine.transports.pairwise import PairwiseTransport, SocketCarrier
+from engine.transports.shared import SharedCarrier
 
-class Pending(Protocol):
-    """A collective on its way."""
-
-    def wait(self) -> None:
-        """Return once the result may be read on the current stream."""
-
-
-class PendingSum(Protocol):
-    """A reduction on its way."""
-
-    def wait(self) -> Tensor:
-        """The sum, once it may be read on the current stream. Call once."""
-
+SOCKETS = "ENGINE_SOCKETS"
+"""Environment variable: set, ranks of one host talk through sockets too, as ranks of several do."""
 
 _open: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 """On gloo, for those whose trainer is never closed."""
@@ -65,12 +54,49 @@ class Ranks:
         self.counts: Counter[str] = Counter()
         self.sent_bytes = 0
         self._owned = owned
-        self._tag = 0
         self.has_host_transport = group is not None and "cpu:gloo" in dist.get_backend_config(group)
-        self._pairwise = self.has_host_transport and device.type == "cpu"
-        if self._pairwise:
-            _open.add(self)
-            _leave_gloo_at_exit()
+        self._shared: SharedCarrier | None = None
+        self._transport: Transport | None = None
+        if group is None or self.size == 1:
+            return
+        if not self.has_host_transport or device.type != "cpu":
+            self._transport = NativeTransport(group, device=device)
+            return
+        memory = None if os.environ.get(SOCKETS) else share_memory(self.gather_objects, rank=self.rank)
+        self._shared = SharedCarrier(group, memory) if memory else None
+        self._transport = PairwiseTransport(self._shared or SocketCarrier(group), size=self.size, rank=self.rank)
+        _open.add(self)
+        _leave_gloo_at_exit()
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether all ranks are processes of one host that read each other's memory."""
+        return self._shared is not None
+
+    def mirrored(self, size: int) -> Tensor:
+        """(size,) bytes of this rank's, best for what is gathered in place. Collective, equal everywhere."""
+        return self._shared.mirrored(size) if self._shared else self._bytes(size)
+
+    def common(self, size: int) -> Tensor:
+        """(size,) bytes which are the same memory on all ranks. Only where they share memory. Collective."""
+        assert self._shared is not None
+        return self._shared.common(size)
+
+    def reserve(self, size: int) -> None:
+        """Make room for `size` bytes of tensors on their way to be reduced at once. Collective, equal everywhere."""
+        if self._shared is not None:
+            self._shared.reserve(size)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) memory to fill and give to a reduction, or back by `discard`."""
+        if self._transport is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return self._transport.empty(numel, dtype)
+
+    def discard(self, memory: Tensor) -> None:
+        """Give back memory of `empty`."""
+        if self._shared is not None:
+            self._shared.discard(memory)
 
     def reduce_scatter(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
         """Sum `full` over the ranks; each gets its own slice.
@@ -83,29 +109,21 @@ class Ranks:
         Returns:
             Pending (n,) sum of every rank's slice number `rank`.
         """
-        if self.size == 1:
-            return _Done(full.to(dtype))
-        full = full.to(wire)
-        self._count("reduce_scatter", full.numel() // self.size * (self.size - 1) * full.element_size())
-        slices = full.view(self.size, -1)
-        if self._pairwise:
-            received = full.new_empty((self.size - 1, slices.shape[1]))
-            parts = [slices[self.rank], *received]
-            works = self._exchange([slices[peer] for peer in self._peers()], list(received))
-            order = [self.rank, *self._sources()]
-            return _OrderedSum(works, [parts[order.index(rank)] for rank in range(self.size)], dtype)
-        result = full.new_empty(slices.shape[1])
-        work = _reduce_scatter_flat(result, full, group=self.group, async_op=True)
-        return _NativeSum(work, result, dtype, keep=full)
+        if self._transport is None:
+            return Done(full.to(dtype))
+        self._count("reduce_scatter", full.numel() // self.size * (self.size - 1) * wire.itemsize)
+        return self._transport.reduce_scatter(full, wire=wire, dtype=dtype)
 
     def all_reduce(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
-        """Sum `full` (n,) over the ranks, sent in `wire`; in place where all dtypes agree. The result has `dtype`."""
-        if self.size == 1:
-            return _Done(full.to(dtype))
-        full = full.to(wire)
-        self._count("all_reduce", 2 * full.numel() * (self.size - 1) // self.size * full.element_size())
-        work = dist.all_reduce(full, group=self.group, async_op=True)
-        return _NativeSum(work, full, dtype, keep=full)
+        """Sum `full` (size * n,) over the ranks, sent in `wire`. The result has `dtype`.
+
+        Args:
+            full: as for `reduce_scatter`.
+        """
+        if self._transport is None:
+            return Done(full.to(dtype))
+        self._count("all_reduce", 2 * full.numel() * (self.size - 1) // self.size * wire.itemsize)
+        return self._transport.all_reduce(full, wire=wire, dtype=dtype)
 
     def all_gather(self, rows: Sequence[Tensor]) -> Pending:
         """Complete tensors of which each rank holds one row, in place, in one collective.
@@ -113,16 +131,11 @@ class Ranks:
         Args:
             rows: each (size, n_i), rows contiguous; row `rank` is filled, the others are overwritten. One dtype.
         """
-        if self.size == 1:
-            return _NOTHING
-        own = [row[self.rank] for row in rows]
-        self._count("all_gather", sum(part.numel() for part in own) * (self.size - 1) * own[0].element_size())
-        if len(rows) == 1:
-            return self._gather(rows[0])
-        # Several tensors in one message: through one contiguous buffer.
-        staged = own[0].new_empty((self.size, sum(part.numel() for part in own)))
-        torch.cat(own, out=staged[self.rank])
-        return _Unstage(self._gather(staged), staged, rows, self.rank)
+        if self._transport is None:
+            return Nothing()
+        own = sum(row[self.rank].nbytes for row in rows)
+        self._count("all_gather", own * (self.size - 1))
+        return self._transport.all_gather(rows)
 
     def sum_small(self, values: Tensor) -> Tensor:
         """Sum of a small tensor over the ranks, at once."""
@@ -162,32 +175,10 @@ class Ranks:
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self._owned = False
-        self.group = None
+        self.group = self._transport = self._shared = None
 
-    def _gather(self, rows: Tensor) -> Pending:
-        if self._pairwise:
-            own = rows[self.rank]
-            return _Works(self._exchange([own] * (self.size - 1), [rows[peer] for peer in self._sources()]))
-        if rows.is_contiguous():
-            work = _all_gather_flat(rows.view(-1), rows[self.rank], group=self.group, async_op=True)
-        else:
-            work = dist.all_gather(list(rows), rows[self.rank], group=self.group, async_op=True)
-        return _Works([work])
-
-    def _peers(self) -> list[int]:
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    def _sources(self) -> list[int]:
-        return [(self.rank - step) % self.size for step in range(1, self.size)]
-
-    def _exchange(self, to_peers: Sequence[Tensor], from_sources: Sequence[Tensor]) -> list[dist.Work]:
-        """Send the k-th tensor to the k-th peer, receive the k-th from the k-th source."""
-        self._tag = (self._tag + 1) % 2**24
-        works: list[dist.Work | None] = []
-        for sent, peer, received, source in zip(to_peers, self._peers(), from_sources, self._sources(), strict=True):
-            works.append(dist.isend(sent, group=self.group, group_dst=peer, tag=self._tag))
-            works.append(dist.irecv(received, group=self.group, group_src=source, tag=self._tag))
-        return [work for work in works if work is not None]
+    def _bytes(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.counts[kind] += 1
@@ -216,79 +207,3 @@ def _leave_gloo() -> None:
         ranks.close()
     # A thread of gloo's may still hold a tensor of the last collective, and wait for the interpreter's lock to free it.
     time.sleep(_LOCK_SECONDS)
-
-
-# torch 2.13 renamed the flat variants and warns at the old names; both names take (output, input).
-_reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
-_all_gather_flat: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-
-
-class _Nothing:
-    def wait(self) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
-
-
-class _Done:
-    def __init__(self, result: Tensor) -> None:
-        self._result = result
-
-    def wait(self) -> Tensor:
-        return self._result
-
-
-class _Works:
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
-
-
-class _Unstage:
-    """Copies a gathered contiguous buffer out to the tensors it was staged for."""
-
-    def __init__(self, gathered: Pending, staged: Tensor, rows: Sequence[Tensor], rank: int) -> None:
-        self._gathered, self._staged, self._rows, self._rank = gathered, staged, rows, rank
-
-    def wait(self) -> None:
-        self._gathered.wait()
-        pieces = torch.split(self._staged, [row.shape[1] for row in self._rows], dim=1)
-        for row, piece in zip(self._rows, pieces, strict=True):
-            row.copy_(piece)
-        self._rows = ()
-
-
-class _NativeSum:
-    def __init__(self, work: dist.Work | None, result: Tensor, dtype: torch.dtype, *, keep: Tensor) -> None:
-        self._work, self._result, self._dtype, self._keep = work, result, dtype, keep
-
-    def wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-        return self._result.to(self._dtype)
-
-
-class _OrderedSum:
-    """The sum of parts in rank order, in fp32 inside where a result in 16 bit would round more than once."""
-
-    def __init__(self, works: list[dist.Work], parts: list[Tensor], dtype: torch.dtype) -> None:
-        self._works, self._parts, self._dtype = works, parts, dtype
-
-    def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
-        first, second, *others = self._parts
-        self._works, self._parts = [], []
-        if first.dtype == self._dtype and (not others or first.dtype == torch.float32):
-            total = torch.add(first, second)
-        else:
-            # Converting first and adding in fp32 is several times faster on CPU than adding mixed dtypes.
-            total = first.to(torch.float32, copy=True).add_(second.to(torch.float32))
-        for part in others:
-            total.add_(part.to(torch.float32))
-        return total.to(self._dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from engine.buckets import Bucket, Slot
-from engine.collectives import PendingSum
+from engine.transports.base import PendingSum
 
 IN_FLIGHT = 2
 """Buckets being reduced at once, at most."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from engine.buckets import Bucket, GatherBatch, gather_batches, lay_out
-from engine.collectives import Pending, PendingSum
 from engine.gradients import IN_FLIGHT, GradientBuckets
 from engine.precision import GradientDtypes
 from engine.stages.base import StageContext
+from engine.transports.base import Pending, PendingSum
 
 
 class FlatParameters:

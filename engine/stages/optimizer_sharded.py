@@ -5,8 +5,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from engine.buckets import Bucket
-from engine.collectives import PendingSum
 from engine.stages.flat import FlatParameters
+from engine.transports.base import PendingSum
 
 
 class OptimizerSharded(FlatParameters):

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from engine.buckets import Bucket
 from engine.checkpointing import Forward, set_forward
-from engine.collectives import PendingSum
 from engine.gradients import IN_FLIGHT, BucketGradients, GradientBuckets
 from engine.precision import GradientDtypes
 from engine.stages.base import StageContext
 from engine.stages.units import Schedule, Unit, lay_out_units
+from engine.transports.base import PendingSum
 
 _KEPT_IN_BACKWARD = 2
 """Units that stay gathered in backward: the one being differentiated, and the one used before, which may share

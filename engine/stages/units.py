@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.buckets import Bucket, GatherBatch, ManagedParameter, gather_batches, lay_out
-from engine.collectives import Pending
+from engine.transports.base import Pending
 
 
 @dataclass(eq=False)

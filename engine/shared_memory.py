@@ -1,0 +1,88 @@
+"""Memory that the ranks of one host all map.
+
+Segments are anonymous files: they have no name that could be left behind, no limit but the host's memory, and go with
+the last process that maps them.
+"""
+
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GatherObjects = Callable[[Any], list[Any]]
+"""Every rank's picklable value, in rank order. Collective."""
+
+
+class SharedMemory:
+    """Makes segments. Made by `share_memory`."""
+
+    def __init__(self, gather: GatherObjects, *, rank: int) -> None:
+        self._gather, self._rank = gather, rank
+
+    def mirrored(self, size: int) -> list[Tensor]:
+        """A segment of `size` bytes for each rank, all mapped here, by rank. Collective; `size` is equal everywhere.
+
+        Raises:
+            RuntimeError: on every rank, when one cannot map another's.
+        """
+        return self._open(size, makers=None)
+
+    def common(self, size: int) -> Tensor:
+        """One segment of `size` bytes for all ranks. Collective.
+
+        Raises:
+            RuntimeError: on every rank, when one cannot map it.
+        """
+        return self._open(size, makers=(0,))[0]
+
+    def _open(self, size: int, *, makers: Sequence[int] | None) -> list[Tensor]:
+        descriptor = None
+        if makers is None or self._rank in makers:
+            descriptor = os.memfd_create("engine")
+            os.ftruncate(descriptor, size)
+        try:
+            places = self._gather((os.getpid(), descriptor))
+            segments, problem = [], ""
+            try:
+                segments = [_map(pid, number, size) for pid, number in places if number is not None]
+            except OSError as error:
+                problem = f"rank {self._rank}: {error}"
+            # Also keeps every segment's descriptor open until all have mapped it.
+            problems = [text for text in self._gather(problem) if text]
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        if problems:
+            raise RuntimeError(f"cannot map {size} bytes that ranks share: {problems[0]}")
+        return segments
+
+
+def share_memory(gather: GatherObjects, *, rank: int) -> SharedMemory | None:
+    """Memory shared among all ranks; None on every rank where some cannot map another's. Collective."""
+    memory, mark = SharedMemory(gather, rank=rank), secrets.token_bytes(16)
+    marks = gather(mark if hasattr(os, "memfd_create") else None)
+    if None in marks:
+        return None
+    with suppress(RuntimeError):
+        segments = memory.mirrored(mmap.PAGESIZE)
+        segments[rank][:len(mark)] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+        gather(None)
+        # Process numbers may mean other processes here: ranks in containers of their own.
+        same = all(bytes(segment[:len(mark)].tolist()) == theirs
+                   for segment, theirs in zip(segments, marks, strict=True))
+        return memory if all(gather(same)) else None
+    return None
+
+
+def _map(pid: int, descriptor: int, size: int) -> Tensor:
+    """A segment made by a process of this host, as (size,) bytes."""
+    ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(ours, size), dtype=torch.uint8)
+    finally:
+        os.close(ours)
