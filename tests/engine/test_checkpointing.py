@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine import ConfigurationError, TrainConfig
 from engine.blocks import find_blocks
+from engine.probe import StorageTracker
 from engine.stages.parameter_sharded import ParameterSharded
 from engine.trainer import initialize
 from tests.engine.training import (
@@ -163,21 +164,28 @@ def test_frozen_layer_in_a_checkpointed_block(ranks: RanksOf, stage: int, checkp
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    """A residual block whose attention is one operator, or leaves its scores in memory."""
+
+    def __init__(self, fused: bool) -> None:
         super().__init__()
+        self.fused = fused
+        self.norm = nn.LayerNorm(32)
         self.project = nn.Linear(32, 96)
         self.out = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.project(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = self.project(self.norm(x)).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            mixed = functional.scaled_dot_product_attention(q, k, v)
+        else:
+            mixed = (q @ k.transpose(-1, -2) / 4).softmax(-1) @ v
         return x + functional.gelu(self.out(mixed.transpose(1, 2).reshape(x.shape)))
 
 
 class Transformer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4, *, fused: bool = True) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Attention() for _ in range(4))
+        self.blocks = nn.ModuleList(Attention(fused) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -185,37 +193,28 @@ class Transformer(nn.Module):
         return x
 
 
-def _saved_bytes(checkpointing: str) -> int:
-    """Bytes that a forward pass leaves allocated for backward."""
-    config = TrainConfig.model_validate({"activation_checkpointing": checkpointing})
-    trainer = start(Setup(Transformer, config))
-    with _Allocations() as allocations:
-        output = trainer(torch.randn(4, 64, 32))
-        total = allocations.live()
-    trainer.backward(output.mean())
+TENSOR = 4 * 64 * 32 * 4
+"""Bytes between two blocks."""
+
+SCORES = 4 * 2 * 64 * 64 * 4
+"""Bytes of one block's attention scores."""
+
+RANDOM_STATES = 4 * 6_000
+"""Bytes of the random states that four checkpoints keep."""
+
+
+def _activation_bytes(build: Callable[[], nn.Module], stage: int, checkpointing: str) -> tuple[int, int]:
+    """What a forward pass leaves for backward, and the most there is in either, gradients and gathers apart."""
+    trainer = start(Setup(build, TrainConfig.model_validate({
+        "zero_stage": stage, "activation_checkpointing": checkpointing, "overlap_comm": False})))
+    with StorageTracker([*trainer.module.parameters(), torch.zeros(1)]) as tracker:
+        loss = trainer(torch.randn(4, 64, 32)).square().mean()
+        saved = tracker.bytes
+        trainer.backward(loss)
+        peak = tracker.peak_bytes - trainer.state_bytes().gradients
+    trainer.step()
     trainer.close()
-    return total
-
-
-class _Allocations(torch.utils._python_dispatch.TorchDispatchMode):
-    """The bytes of tensors made inside that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, tuple[object, int]] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        import weakref
-
-        result = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._storages[storage._cdata] = (weakref.ref(storage), storage.nbytes())
-        return result
-
-    def live(self) -> int:
-        return sum(size for reference, size in self._storages.values() if reference() is not None)  # type: ignore[operator]
+    return saved, peak
 
 
 def test_blocks_are_found() -> None:
@@ -274,8 +273,33 @@ def test_compile_with_selective_checkpointing_is_refused_at_stage_3() -> None:
     assert "zero_stage" in caught.value.fields
 
 
-def test_checkpointing_keeps_less_the_more_it_recomputes(ranks: RanksOf) -> None:
-    none, selective, full = (ranks(1).run(_saved_bytes, choice)[0] for choice in ("none", "selective", "full"))
+@pytest.mark.parametrize("stage", [0, 3])
+def test_checkpointing_keeps_less_the_more_it_recomputes(ranks: RanksOf, stage: int) -> None:
+    none, selective, full = (ranks(2).run(_activation_bytes, Transformer, stage, choice)[0][0]
+                             for choice in ("none", "selective", "full"))
     assert full < selective < none
-    one_tensor, random_states = 4 * 64 * 32 * 4, 4 * 6_000
-    assert full <= 7 * one_tensor + random_states  # the inputs of four blocks, their sum, the output
+    assert full <= 7 * TENSOR + RANDOM_STATES  # the inputs of four blocks, their sum, the output and its square
+
+
+def _unfused() -> nn.Module:
+    return Transformer(fused=False)
+
+
+def test_selective_checkpointing_keeps_no_attention_scores(ranks: RanksOf) -> None:
+    none, selective = (ranks(1).run(_activation_bytes, _unfused, 0, choice)[0][0] for choice in ("none", "selective"))
+    assert selective <= none - 4 * SCORES
+    fused = ranks(1).run(_activation_bytes, Transformer, 0, "selective")[0][0]
+    assert selective <= fused + RANDOM_STATES
+
+
+def _one_block() -> nn.Module:
+    return Transformer(blocks=1)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_full_checkpointing_peaks_at_one_block_beyond_the_inputs_of_all(ranks: RanksOf, stage: int) -> None:
+    _, one = ranks(2).run(_activation_bytes, _one_block, stage, "none")[0]
+    _, four = ranks(2).run(_activation_bytes, Transformer, stage, "full")[0]
+    assert four <= one + 4 * TENSOR + RANDOM_STATES
+    _, unchecked = ranks(2).run(_activation_bytes, Transformer, stage, "none")[0]
+    assert four < unchecked / 2
