@@ -73,17 +73,22 @@ class Ranks:
         """Whether all ranks are processes of one host that read each other's memory."""
         return self._shared is not None
 
-    def mirrored(self, size: int) -> Tensor:
-        """(size,) bytes of this rank's, best for what is gathered in place. Collective, equal everywhere."""
-        return self._shared.mirrored(size) if self._shared else self._bytes(size)
+    def mirrored(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Tensors of so many bytes, best for what is gathered in place. Collective, sizes equal everywhere."""
+        if self._shared is None:
+            return [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        return self._shared.mirrored(sizes)
 
-    def common(self, size: int) -> Tensor:
-        """(size,) bytes which are the same memory on all ranks. Only where they share memory. Collective."""
+    def common(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Tensors of so many bytes that are the same memory on all ranks.
+
+        Collective, sizes equal everywhere; only where ranks share memory.
+        """
         assert self._shared is not None
-        return self._shared.common(size)
+        return self._shared.common(sizes)
 
     def reserve(self, size: int) -> None:
-        """Make room for `size` bytes of tensors on their way to be reduced at once. Collective, equal everywhere."""
+        """Make room for `size` bytes of what is being reduced at once. Collective, equal everywhere."""
         if self._shared is not None:
             self._shared.reserve(size)
 
@@ -176,9 +181,6 @@ class Ranks:
             dist.destroy_process_group()
         self._owned = False
         self.group = self._transport = self._shared = None
-
-    def _bytes(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.counts[kind] += 1

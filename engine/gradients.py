@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from engine.buckets import Bucket, Slot
+from engine.collectives import Ranks
+from engine.precision import GradientDtypes
 from engine.transports.base import PendingSum
 
 IN_FLIGHT = 2
@@ -48,16 +50,20 @@ class GradientBuckets:
     Args:
         buckets: trainable ones, in reduction order.
         reduce: starts the reduction of a full local buffer of a bucket.
-        local_dtype: gradients are collected in.
-        in_flight: buckets being reduced at once; 1 waits for each at once.
+        whole_window: local buffers are kept over several micro-batches.
+        overlap: reduce while backward goes on; else wait for each bucket at once.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, reduce: Callable[[Bucket, Tensor], PendingSum],
-                 local_dtype: torch.dtype, device: torch.device, in_flight: int) -> None:
+    def __init__(self, buckets: Sequence[Bucket], *, ranks: Ranks, reduce: Callable[[Bucket, Tensor], PendingSum],
+                 dtypes: GradientDtypes, whole_window: bool, overlap: bool) -> None:
         self.states = tuple(BucketGradients(bucket) for bucket in buckets)
         self.peak_bytes = 0
-        self._reduce, self._local_dtype, self._device = reduce, local_dtype, device
-        self._in_flight = in_flight
+        self._ranks, self._reduce, self._local_dtype = ranks, reduce, dtypes.local
+        self._in_flight = IN_FLIGHT if overlap else 1
+        self._collects_for_wire = dtypes.local == dtypes.wire
+        sizes = [bucket.size * dtypes.wire.itemsize for bucket in buckets]
+        at_once = len(sizes) if whole_window and self._collects_for_wire else self._in_flight + 1
+        ranks.reserve(max((sum(sizes[first:first + at_once]) for first in range(len(sizes))), default=0))
         self._queue: deque[tuple[BucketGradients, PendingSum, int]] = deque()
         self._held_bytes = 0
         self._new_window = True
@@ -126,6 +132,8 @@ class GradientBuckets:
 
     def _drop(self) -> None:
         for state in self.states:
+            if state.local is not None:
+                self._ranks.discard(state.local)
             state.local, state.reduced = None, None
             state.filled.clear()
         self._held_bytes = 0
@@ -143,8 +151,7 @@ class GradientBuckets:
     @torch.no_grad()
     def _accept(self, state: BucketGradients, slot: Slot, gradient: Tensor) -> None:
         if state.local is None:
-            state.local = torch.empty(state.bucket.size, dtype=self._local_dtype, device=self._device)
-            self._hold(state.local.nbytes)
+            state.local = self._empty(state.bucket)
         place = slot.view(state.local)
         index = slot.managed.index
         if index in state.filled:
@@ -162,6 +169,15 @@ class GradientBuckets:
         if self.on_complete is not None:
             self.on_complete(state)
 
+    def _empty(self, bucket: Bucket) -> Tensor:
+        """A new local buffer."""
+        if self._collects_for_wire:
+            local = self._ranks.empty(bucket.size, self._local_dtype)
+        else:
+            local = torch.empty(bucket.size, dtype=self._local_dtype, device=self._ranks.device)
+        self._hold(local.nbytes)
+        return local
+
     def _launch_next(self) -> None:
         self._next += 1
         self.launch(self.states[self._next - 1])
@@ -169,9 +185,7 @@ class GradientBuckets:
     def _close(self, state: BucketGradients) -> Tensor:
         """The local buffer with zeros where nothing was collected."""
         if state.local is None:
-            local = torch.zeros(state.bucket.size, dtype=self._local_dtype, device=self._device)
-            self._hold(local.nbytes)
-            return local
+            return self._empty(state.bucket).zero_()
         for gap in state.bucket.gaps:
             state.local[gap].zero_()
         if len(state.filled) < len(state.bucket.slots):

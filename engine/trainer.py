@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from engine.blocks import find_blocks, require_blocks
 from engine.buckets import ManagedParameter
-from engine.checkpoint import Progress, TrainingState, consolidate, load_checkpoint, save_checkpoint
+from engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from engine.checkpointing import require_wrappable, unwrap, wrap_inside, wrap_outside
 from engine.collectives import Ranks, connect
 from engine.config import OptimizerConfig, TrainConfig
+from engine.consolidate import TrainingState, consolidate
 from engine.norm import agree_on_used, gradient_norm
 from engine.offload import HostMemory
 from engine.optimizers import OptimizerFactory, make_optimizer
@@ -225,12 +226,11 @@ class Trainer:
         Gradients live from backward to step: counted is the most held at once in the present window, or in the last one
         between windows, with the buckets that were being reduced.
         """
-        parameters = self._stage.stored_parameters()
         device_states = storage_bytes(self._update.state_tensors(on_host=False))
         host_states = storage_bytes(self._update.state_tensors(on_host=True))
-        return StateBytes(parameters=storage_bytes(parameters), gradients=self._stage.gradients.peak_bytes,
+        return StateBytes(parameters=self._stage.parameter_bytes(), gradients=self._stage.gradients.peak_bytes,
                           optimizer=device_states + host_states,
-                          host=host_states + storage_bytes(self._stage.host_parameters()))
+                          host=host_states + self._stage.host_parameter_bytes())
 
     def consolidated_state_dict(self) -> dict[str, Tensor]:
         """The whole model with plain names, on every rank, parameters in fp32 from the masters. Collective.

@@ -1,6 +1,6 @@
 """The protocol of a ZeRO stage: what a rank keeps of each bucket, and when the rest is gathered or reduced."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -81,11 +81,11 @@ class Stage(Protocol):
     def finish_publishing(self) -> None:
         """Afterwards the module computes with the updated parameters."""
 
-    def stored_parameters(self) -> Iterable[Tensor]:
-        """Tensors in which parameters are held."""
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters that this rank holds, buckets with their padding."""
 
-    def host_parameters(self) -> Iterable[Tensor]:
-        """Those of them that live on the host."""
+    def host_parameter_bytes(self) -> int:
+        """Those of them on the host."""
 
     def close(self) -> None:
         """Remove all hooks and free all buffers, without waiting for ranks that may have failed."""

@@ -1,6 +1,6 @@
 """What stages 0 to 2 share: every rank holds all parameters, as views of flat buckets."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.buckets import Bucket, GatherBatch, gather_batches, lay_out
-from engine.gradients import IN_FLIGHT, GradientBuckets
+from engine.gradients import GradientBuckets
 from engine.precision import GradientDtypes
 from engine.stages.base import StageContext
 from engine.transports.base import Pending, PendingSum
@@ -26,16 +26,14 @@ class FlatParameters:
         config, self.ranks = context.config, context.ranks
         accumulates_locally = not self.reduces_every_micro_batch or self.ranks.size == 1
         self.dtypes = GradientDtypes.of(config, accumulates_locally=accumulates_locally)
-        self.frozen_buckets: Sequence[Bucket] = ()
-        self._frozen = [managed for managed in context.parameters if not managed.trainable]
-        for managed in self._frozen:
-            managed.parameter.data = managed.parameter.data.to(context.device, managed.dtype).contiguous()
-            self.ranks.broadcast(managed.parameter.data)
         trainable = [managed for managed in reversed(context.parameters) if managed.trainable]
         self.buckets: Sequence[Bucket] = lay_out(trainable, bucket_size=config.reduce_bucket_size,
                                                  world_size=self.ranks.size)
+        self._frozen = [managed for managed in context.parameters if not managed.trainable]
+        self.frozen_buckets = self.place_frozen(context)
         self._masters: dict[int, Tensor] = {}
-        self.flats = {bucket.index: self._place(bucket, context) for bucket in self.buckets}
+        self.flats: dict[int, Tensor] = {}
+        self.place((*self.buckets, *self.frozen_buckets), context)
         self._batches: dict[int, list[GatherBatch]] = {}
         for batch in gather_batches(self.buckets, limit=config.allgather_bucket_size):
             self._batches.setdefault(batch.last.index, []).append(batch)
@@ -43,8 +41,9 @@ class FlatParameters:
         self._published: list[Pending] = []
         self._accumulates_locally = accumulates_locally
         self._unreduced = False
-        self.gradients = GradientBuckets(self.buckets, reduce=self.reduce, local_dtype=self.dtypes.local,
-                                         device=context.device, in_flight=IN_FLIGHT if config.overlap_comm else 1)
+        collects = accumulates_locally and config.gradient_accumulation_steps > 1
+        self.gradients = GradientBuckets(self.buckets, ranks=self.ranks, reduce=self.reduce, dtypes=self.dtypes,
+                                         whole_window=collects, overlap=config.overlap_comm)
 
     def owned(self, bucket: Bucket) -> slice:
         raise NotImplementedError
@@ -52,6 +51,21 @@ class FlatParameters:
     def reduce(self, bucket: Bucket, local: Tensor) -> PendingSum:
         """Start the reduction of a full local gradient (size,) to the owned sum (owned,)."""
         raise NotImplementedError
+
+    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Memory of so many bytes each for flat buckets. Collective."""
+        return self.ranks.mirrored(sizes)
+
+    def place_frozen(self, context: StageContext) -> Sequence[Bucket]:
+        """Take over what does not train: whole on every rank, in no bucket."""
+        for managed in self._frozen:
+            managed.parameter.data = managed.parameter.data.to(context.device, managed.dtype).contiguous()
+            self.ranks.broadcast(managed.parameter.data)
+        return ()
+
+    def write(self, flat: Tensor, values: Tensor) -> None:
+        """Put the first values (size,) of a bucket into its memory."""
+        flat.copy_(values)
 
     def parameters(self, bucket: Bucket) -> Tensor:
         return self.flats[bucket.index][self.owned(bucket)]
@@ -89,23 +103,26 @@ class FlatParameters:
             pending.wait()
         self._published = []
 
-    def stored_parameters(self) -> Iterable[Tensor]:
-        return [*self.flats.values(), *(managed.parameter.data for managed in self._frozen)]
+    def parameter_bytes(self) -> int:
+        flats = sum(flat.nbytes for flat in self.flats.values())
+        return flats + sum(managed.parameter.nbytes for managed in self._frozen)
 
-    def host_parameters(self) -> Iterable[Tensor]:
-        return []
+    def host_parameter_bytes(self) -> int:
+        return 0
 
     def close(self) -> None:
         self.gradients.close()
         self._published = []
 
-    def _place(self, bucket: Bucket, context: StageContext) -> Tensor:
-        values = torch.empty(bucket.size, dtype=context.optimizer_dtype(bucket), device=context.device)
-        bucket.fill(values)
-        self.ranks.broadcast(values)
-        flat = values
-        if values.dtype != bucket.dtype:
-            flat = values.to(bucket.dtype)
-            self._masters[bucket.index] = values[self.owned(bucket)].clone()
-        bucket.bind(flat)
-        return flat
+    def place(self, buckets: Sequence[Bucket], context: StageContext) -> None:
+        """Lay the first rank's values out, and make the parameters views of them."""
+        memory = self.allocate([bucket.size * bucket.dtype.itemsize for bucket in buckets])
+        for bucket, place in zip(buckets, memory, strict=True):
+            flat = self.flats[bucket.index] = place.view(bucket.dtype)
+            values = torch.empty(bucket.size, dtype=context.optimizer_dtype(bucket), device=context.device)
+            bucket.fill(values)
+            self.ranks.broadcast(values)
+            self.write(flat, values)
+            if bucket.trainable and values.dtype != bucket.dtype:
+                self._masters[bucket.index] = values[self.owned(bucket)].clone()
+            bucket.bind(flat)

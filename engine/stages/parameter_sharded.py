@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engine.buckets import Bucket
 from engine.checkpointing import Forward, set_forward
-from engine.gradients import IN_FLIGHT, BucketGradients, GradientBuckets
+from engine.gradients import BucketGradients, GradientBuckets
 from engine.precision import GradientDtypes
 from engine.stages.base import StageContext
 from engine.stages.units import Schedule, Unit, lay_out_units
@@ -78,8 +78,8 @@ class ParameterSharded:
         self._launched = 0  # of the buckets of the block that backward is in
         self._live: dict[int, tuple[Unit, int]] = {}
         self._recent: OrderedDict[int, Unit] = OrderedDict()
-        self.gradients = GradientBuckets(self.buckets, reduce=self._reduce, local_dtype=self._dtypes.local,
-                                         device=context.device, in_flight=IN_FLIGHT if config.overlap_comm else 1)
+        self.gradients = GradientBuckets(self.buckets, ranks=self.ranks, reduce=self._reduce, dtypes=self._dtypes,
+                                         whole_window=self._accumulates_locally, overlap=config.overlap_comm)
         self.gradients.on_complete = self._complete
         self._wrap(context, layout.needs)
 
@@ -94,11 +94,11 @@ class ParameterSharded:
     def take_masters(self, bucket: Bucket) -> Tensor:
         return self._masters.pop(bucket.index) if bucket.index in self._masters else self._shards[bucket.index]
 
-    def stored_parameters(self) -> Iterable[Tensor]:
-        return self._shards.values()
+    def parameter_bytes(self) -> int:
+        return sum(shard.nbytes for shard in self._shards.values())
 
-    def host_parameters(self) -> Iterable[Tensor]:
-        return self._shards.values() if self._host is not None else ()
+    def host_parameter_bytes(self) -> int:
+        return self.parameter_bytes() if self._host is not None else 0
 
     def gathered_bytes(self) -> int:
         """Bytes of parameters gathered at this moment, beyond the shards."""

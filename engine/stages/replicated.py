@@ -1,7 +1,9 @@
 """Stage 0: every rank holds everything; gradients are summed once per step (DDP)."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from engine.buckets import Bucket
@@ -11,6 +13,9 @@ from engine.transports.base import PendingSum
 
 class Replicated(FlatParameters):
     reduces_every_micro_batch: ClassVar[bool] = False
+
+    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device=self.ranks.device) for size in sizes]
 
     def owned(self, bucket: Bucket) -> slice:
         return slice(0, bucket.size)

@@ -28,7 +28,7 @@ class Transport(Protocol):
         """(numel,) memory to fill for a reduction."""
 
     def reduce_scatter(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
-        """Start summing `full` (size * n,) in `wire`; the result (n,) is the sum of every rank's slice number `rank`."""
+        """Start summing `full` (size * n,) in `wire`; the result (n,) is of every rank's slice number `rank`."""
 
     def all_reduce(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
         """Start summing `full` (n,) in `wire`."""

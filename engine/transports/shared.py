@@ -1,5 +1,6 @@
 """Messages between ranks of one host that stay where the sender has them: only a note of the place is sent."""
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -33,17 +34,17 @@ class SharedCarrier:
         self._outbox: _Outbox | None = None
         self._tag = 0
 
-    def mirrored(self, size: int) -> Tensor:
-        """`size` bytes that messages are sent from without a copy. Collective."""
-        self._segments.append(self._memory.mirrored(size))
-        return self._segments[-1][self._rank]
+    def mirrored(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Tensors of so many bytes that messages are sent from without a copy. Collective."""
+        self._segments.append(self._memory.mirrored(_total(sizes)))
+        return _cut(self._segments[-1][self._rank], sizes)
 
-    def common(self, size: int) -> Tensor:
-        """`size` bytes that all ranks read and write. Collective."""
-        return self._memory.common(size)
+    def common(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Tensors of so many bytes that all ranks read and write. Collective."""
+        return _cut(self._memory.common(_total(sizes)), sizes)
 
     def reserve(self, size: int) -> None:
-        self.mirrored(_HEADER + size)
+        self.mirrored([_HEADER, size])
         self._outbox = _Outbox(self._segments[-1], self._rank)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -98,6 +99,20 @@ class SharedCarrier:
         return _ELSEWHERE, 0
 
 
+def _total(sizes: Sequence[int]) -> int:
+    """Bytes of a segment for tensors of these sizes, each aligned; never none."""
+    return sum(_aligned(size) for size in sizes) or _ALIGNMENT
+
+
+def _cut(segment: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    ends = itertools.accumulate(_aligned(size) for size in sizes)
+    return [segment[end - _aligned(size):][:size] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 class _SharedMessage:
     """Also keeps what is sent the other way until it was."""
 
@@ -144,11 +159,11 @@ class _Outbox:
     def take(self, size: int) -> Tensor | None:
         """The first `size` bytes that are free; None where there are none."""
         self._reclaim()
-        size = max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT
+        aligned = _aligned(size) or _ALIGNMENT
         for number, (start, stop) in enumerate(self._free):
-            if stop - start >= size:
-                self._free[number:number + 1] = [(start + size, stop)] if start + size < stop else []
-                self._taken[start] = start + size
+            if stop - start >= aligned:
+                self._free[number:number + 1] = [(start + aligned, stop)] if start + aligned < stop else []
+                self._taken[start] = start + aligned
                 return self._memory[start:start + size]
         return None
 

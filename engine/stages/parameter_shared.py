@@ -1,0 +1,39 @@
+"""Stage 3 among ranks of one host: their shards lie side by side in memory that all of them map.
+
+What a rank holds is its shard, and what it needs of the others' it reads where it lies: nothing is gathered.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.buckets import Bucket, lay_out
+from engine.stages.base import StageContext
+from engine.stages.gradient_sharded import GradientSharded
+
+
+class ParameterShared(GradientSharded):
+    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
+        return self.ranks.common(sizes)
+
+    def place_frozen(self, context: StageContext) -> Sequence[Bucket]:
+        return lay_out(self._frozen, bucket_size=context.config.reduce_bucket_size, world_size=self.ranks.size,
+                       first_index=len(self.buckets))
+
+    def place(self, buckets: Sequence[Bucket], context: StageContext) -> None:
+        super().place(buckets, context)
+        self.ranks.barrier()  # every shard was written
+
+    def write(self, flat: Tensor, values: Tensor) -> None:
+        own = slice(self.ranks.rank * values.numel() // self.ranks.size,
+                    (self.ranks.rank + 1) * values.numel() // self.ranks.size)
+        flat[own] = values[own]
+
+    def publish(self, bucket: Bucket) -> None:
+        """Written where all ranks read it."""
+
+    def finish_publishing(self) -> None:
+        self.ranks.barrier()
+
+    def parameter_bytes(self) -> int:
+        return sum(bucket.shard_size * bucket.dtype.itemsize for bucket in (*self.buckets, *self.frozen_buckets))
