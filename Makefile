@@ -2,16 +2,18 @@
 # make demo    tune the example model and show it live (ARGS=--exit: end by itself)
 # make test    set up all that the tests need and run them (ARGS="tests/engine -x": part of them)
 # make check   linters, types, architecture rules
-# make clean   remove .venv and caches; keeps data/
+# make bench-engine   the engine beside DDP, FSDP2 and DeepSpeed (JSON=FILE: results as data too; ARGS=--help: options)
+# make clean   remove .venv, .venv-peers and caches; keeps data/
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
 ARGS ?=
+JSON ?=
 BIN := .venv/bin
 
-.PHONY: help setup system demo test check clean
+.PHONY: help setup system demo test check bench-engine clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -36,6 +38,13 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
 
+bench-engine: setup .venv-peers/.complete
+	@.venv-peers/bin/python -m benchmarks.peers $(if $(JSON),--json "$(JSON)") $(ARGS)
+
+.venv-peers/.complete: constraints.txt .ci/peers benchmarks/peers/heap_counter.c | .venv/.complete
+	@.ci/peers
+	@touch $@
+
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
