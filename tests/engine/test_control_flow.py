@@ -20,6 +20,7 @@ from tests.engine.training import (
     built,
     loss_of,
     micro_batches,
+    over_sockets,
     perceptron,
     plain_optimizer,
     reference,
@@ -364,6 +365,7 @@ def _collectives(stage: int, accumulation: int, bucket: int) -> list[dict[str, i
     return counts
 
 
+@over_sockets
 @pytest.mark.parametrize(("stage", "reductions_per_bucket"), [(0, 1), (1, 1), (2, 3), (3, 3)])
 def test_stages_0_and_1_reduce_once_per_step_2_and_3_once_per_micro_batch(ranks: RanksOf, stage: int,
                                                                           reductions_per_bucket: int) -> None:
@@ -396,8 +398,9 @@ def _sent(stage: int) -> tuple[int, int]:
     return sent, padded
 
 
+@over_sockets
 @stages
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_step_moves_what_theory_says(ranks: RanksOf, stage: int, world_size: int) -> None:
     volumes = 3 if stage == 3 else 2
     for sent, padded in ranks(world_size).run(_sent, stage):

@@ -19,6 +19,8 @@ RanksOf = Callable[[int], Ranks]
 """The `ranks` fixture."""
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+over_sockets = pytest.mark.parametrize("transport", ["sockets"], indirect=True)
+over_shared_memory = pytest.mark.parametrize("transport", ["shared"], indirect=True)
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 Weights = dict[str, Tensor]

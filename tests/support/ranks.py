@@ -33,15 +33,20 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "engine.trainer"])
+        # torch._dynamo is imported with a first optimizer, pytest with the function to run: more than a second.
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "engine.trainer",
+                                              "pytest"])
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._groups = 0
         self._group_size = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any,
-            timeout: float = TIMEOUT_SECONDS) -> list[Any]:
+            timeout: float = TIMEOUT_SECONDS, sockets: bool = False) -> list[Any]:
         """Run `function(*arguments)` on every rank, in a process group of `world_size`.
+
+        Args:
+            sockets: as if the ranks were on hosts of their own.
 
         Returns:
             The ranks' results, in rank order; they must pickle.
@@ -55,7 +60,7 @@ class RankPool:
             self._group_size = world_size
         store = f"{self._directory.name}/{self._groups}"
         for rank, (_, connection) in enumerate(self._ranks[:world_size]):
-            connection.send((store, rank, world_size, function, arguments))
+            connection.send((store, rank, world_size, sockets, function, arguments))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         connections = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])}
@@ -109,12 +114,12 @@ class RankPool:
 class Ranks:
     """The pool, seen as so many ranks."""
 
-    def __init__(self, pool: RankPool, world_size: int) -> None:
-        self._pool, self.world_size = pool, world_size
+    def __init__(self, pool: RankPool, world_size: int, *, sockets: bool) -> None:
+        self._pool, self.world_size, self._sockets = pool, world_size, sockets
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
         """As `RankPool.run`."""
-        return self._pool.run(self.world_size, function, *arguments, timeout=timeout)
+        return self._pool.run(self.world_size, function, *arguments, timeout=timeout, sockets=self._sockets)
 
 
 def _receive(connection: Connection) -> tuple[bool, Any]:
@@ -129,12 +134,14 @@ def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from engine.collectives import SOCKETS
+
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     present = None
     while True:
         try:
-            store, rank, world_size, function, arguments = connection.recv()
+            store, rank, world_size, sockets, function, arguments = connection.recv()
         except EOFError:
             return
         try:
@@ -145,6 +152,9 @@ def _serve(connection: Connection) -> None:
                 dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank,
                                         world_size=world_size)
                 present = store
+            os.environ.pop(SOCKETS, None)
+            if sockets:
+                os.environ[SOCKETS] = "1"
             torch.manual_seed(0)
             answer = (True, function(*arguments))
         except BaseException:  # noqa: BLE001 - the traceback is the answer
