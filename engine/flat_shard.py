@@ -4,6 +4,7 @@ What is saved knows nothing of ranks, stages or buckets: a 1-D tensor per parame
 together again, in other pieces, on loading.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,15 +13,29 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+PIECE = 2**21
+"""Elements of the largest piece. A load reads whole pieces, as they were saved: this bounds its memory."""
+
 
 class FlatShard:
-    """This rank's pieces of a tensor (numel,), by where they start.
+    """This rank's pieces of a tensor (numel,).
 
     Not a dataclass: torch.distributed.checkpoint takes those apart.
     """
 
-    def __init__(self, numel: int, pieces: dict[int, Tensor] | None = None) -> None:
-        self.numel, self.pieces = numel, pieces or {}
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self._pieces: dict[int, Tensor] = {}
+
+    def add(self, start: int, values: Tensor) -> None:
+        """Hold `values` (n,) as elements [start, start + n), cut at multiples of `PIECE` of the whole tensor.
+
+        Pieces of any two layouts so share their borders, and no piece is read twice for want of that.
+        """
+        stop = start + values.numel()
+        edges = [start, *range((start // PIECE + 1) * PIECE, stop, PIECE), stop]
+        for first, last in pairwise(edges):
+            self._pieces[first] = values[first - start:last - start]
 
     def size(self) -> torch.Size:
         return torch.Size([self.numel])
@@ -29,14 +44,14 @@ class FlatShard:
         return [WriteItem(index=MetadataIndex(name, torch.Size([start])), type=WriteItemType.SHARD,
                           tensor_data=TensorWriteData(chunk=_chunk(start, piece),
                                                       properties=TensorProperties(dtype=piece.dtype), size=self.size()))
-                for start, piece in self.pieces.items()]
+                for start, piece in self._pieces.items()]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(start, piece) for start, piece in self.pieces.items()]
+        return [_chunk(start, piece) for start, piece in self._pieces.items()]
 
     def piece_at(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
-        return self.pieces[index.offset[0]]
+        return self._pieces[index.offset[0]]
 
 
 def _chunk(start: int, piece: Tensor) -> ChunkStorageMetadata:

@@ -18,6 +18,7 @@ from engine.checkpointing import require_wrappable, unwrap, wrap_inside, wrap_ou
 from engine.collectives import Ranks, connect
 from engine.config import OptimizerConfig, TrainConfig
 from engine.consolidate import TrainingState, consolidate
+from engine.consolidate import TrainingState, consolidate
 from engine.norm import agree_on_used, gradient_norm
 from engine.offload import HostMemory
 from engine.optimizers import OptimizerFactory, make_optimizer

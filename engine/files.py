@@ -1,0 +1,40 @@
+"""Files and directories that all ranks agree on, and that survive a loss of power."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from engine.collectives import Ranks
+from engine.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+def together(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Do something with files on every rank; where one rank fails, all raise its error, and none waits for it.
+
+    Raises:
+        ConfigurationError: naming `path`; the same on every rank.
+    """
+    results: list[T] = []
+    problem: str | None = None
+    try:
+        results.append(action())
+    except ConfigurationError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"path: {error}"
+    for found in ranks.gather_objects(problem):
+        if found is not None:
+            raise ConfigurationError(found, fields=("path",))
+    return results[0]
+
+
+def sync(path: Path) -> None:
+    """Force what was written to a file, or the entries of a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
