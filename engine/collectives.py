@@ -73,6 +73,11 @@ class Ranks:
         """Whether all ranks are processes of one host that read each other's memory."""
         return self._shared is not None
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of this rank's own segments, and its part of common ones."""
+        return self._shared.bytes if self._shared else 0
+
     def mirrored(self, sizes: Sequence[int]) -> list[Tensor]:
         """Tensors of so many bytes, best for what is gathered in place. Collective, sizes equal everywhere."""
         if self._shared is None:

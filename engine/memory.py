@@ -17,11 +17,12 @@ class MemoryMeter(Protocol):
     def start(self, limit_bytes: int | None) -> None:
         """Forget earlier peaks; from now on a device may hold `limit_bytes`."""
 
-    def peak_device_bytes(self, host_bytes: int) -> int:
+    def peak_device_bytes(self, *, host_bytes: int, shared_bytes: int) -> int:
         """The most that was in use at once since `start`.
 
         Args:
             host_bytes: of offloaded state, which lies in the same memory on CPU and is counted apart.
+            shared_bytes: this rank's part of memory that ranks share.
         """
 
     def finish(self) -> int:
@@ -46,7 +47,8 @@ class ResidentMeter:
     """Resident anonymous memory of this process.
 
     The kernel keeps the peak of all resident pages. Pages of files, such as library code that is touched for the
-    first time, are taken off as they stand now: they hardly ever shrink.
+    first time, are taken off as they stand now: they hardly ever shrink. So is shared memory, where a rank's pages are
+    the other ranks' too.
     """
 
     def __init__(self) -> None:
@@ -57,9 +59,9 @@ class ResidentMeter:
         reset_peak_resident()
         self.baseline_bytes = resident_memory().anonymous
 
-    def peak_device_bytes(self, host_bytes: int) -> int:
+    def peak_device_bytes(self, *, host_bytes: int, shared_bytes: int) -> int:
         memory = resident_memory()
-        return max(memory.peak - memory.file - self.baseline_bytes - host_bytes, 0)
+        return max(memory.peak - memory.file - self.baseline_bytes - host_bytes, 0) + shared_bytes
 
     def finish(self) -> int:
         give_back_memory()
@@ -81,7 +83,7 @@ class AcceleratorMeter:
         if limit_bytes is not None:
             self._limit(min(limit_bytes / self._total_bytes(), 1.0))
 
-    def peak_device_bytes(self, host_bytes: int) -> int:
+    def peak_device_bytes(self, *, host_bytes: int, shared_bytes: int) -> int:
         return max(torch.accelerator.max_memory_allocated(self._device) - self._baseline_bytes, 0)
 
     def finish(self) -> int:

@@ -2,9 +2,10 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from engine.checkpointing import require_wrappable, unwrap, wrap_inside, wrap_outside
 from engine.collectives import Ranks, connect
 from engine.config import OptimizerConfig, TrainConfig
-from engine.consolidate import TrainingState, consolidate
 from engine.consolidate import TrainingState, consolidate
 from engine.norm import agree_on_used, gradient_norm
 from engine.offload import HostMemory
@@ -122,10 +122,13 @@ class Trainer:
         # A micro-batch whose backward ran and which no step has ended; whether it ran inside of no_sync.
         self._uncounted = self._no_sync_uncounted = False
         self._may_read_state_dict = config.zero_stage < 3
+        self._frozen = [(name, parameter) for name, parameter in module.named_parameters()
+                        if not parameter.requires_grad]
+        own = partial(_OwnHook, require_copyable=partial(_require_copyable, config))
         self._hooks = (
-            module.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(_refuse_load_state_dict),  # type: ignore[no-untyped-call]
-            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
+            module.register_state_dict_pre_hook(own(self._before_state_dict)),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(own(_refuse_load_state_dict)),  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(own(self._before_forward), prepend=True, with_kwargs=True))
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """The module's forward; floating-point tensors among the arguments are cast to the compute dtype."""
@@ -135,17 +138,30 @@ class Trainer:
         """Differentiate a micro-batch's mean loss, unscaled and not divided by anything.
 
         Collective: every rank calls it as often as the others. Gradients are taken from the parameters as they come;
-        `parameter.grad` stays None.
+        `parameter.grad` stays None. When it fails on all ranks, gradients that no step has used yet are dropped, and
+        training may go on with the first micro-batch of another step.
 
         Args:
             loss: scalar.
             retain_graph: keep the graph for another backward call; the gradients of all calls add up.
+
+        Raises:
+            ValueError: the loss is no scalar, or depends on no trainable parameter.
+            RuntimeError: a parameter that was frozen when the model was laid out has become trainable.
         """
         if loss.numel() != 1:
             raise ValueError(f"loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it, as by mean()")
+        if not loss.requires_grad:
+            raise ValueError("loss depends on no trainable parameter; where a rank has nothing to learn from, give it "
+                             "zero times an output")
+        self._require_still_frozen()
         last = self._micro_batch + 1 >= self.config.gradient_accumulation_steps
-        with self._stage.backward(reduce=last and not self._no_sync):
-            torch.autograd.backward(self._scale.apply(loss), retain_graph=retain_graph)
+        try:
+            with self._stage.backward(reduce=last and not self._no_sync):
+                torch.autograd.backward(self._scale.apply(loss), retain_graph=retain_graph)
+        except Exception:
+            self._drop_gradients()
+            raise
         self._uncounted, self._no_sync_uncounted = True, self._no_sync
 
     def step(self) -> StepResult:
@@ -212,6 +228,11 @@ class Trainer:
         return self._ranks.sent_bytes
 
     @property
+    def shared_bytes(self) -> int:
+        """This rank's part of the memory that ranks of one host share: parameters and gradients on their way."""
+        return self._ranks.shared_bytes
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of offloaded state and its buffers held on the host."""
         return self._host.bytes + self._update.host_state_bytes()
@@ -262,10 +283,7 @@ class Trainer:
         progress = load_checkpoint(self._training_state(), Path(path))
         self.steps, self.skipped_steps = progress.steps, progress.skipped_steps
         self._scale.load_state(progress.loss_scale)
-        self._stage.gradients.discard()
-        self._stage.gradients.start_window()
-        self._micro_batch = 0
-        self._uncounted = False
+        self._drop_gradients()
 
     def close(self) -> None:
         """Remove all hooks and free all buffers. The module keeps its parameters at stages 0 to 2."""
@@ -294,6 +312,18 @@ class Trainer:
             raise RuntimeError("at zero_stage 3 a module holds no whole parameters: call "
                                "trainer.consolidated_state_dict() on every rank")
 
+    def _require_still_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(f"parameter {name} was frozen when the engine laid it out, and cannot be trained "
+                                   "now: initialize with it trainable, and freeze it until its time has come")
+
+    def _drop_gradients(self) -> None:
+        self._stage.gradients.discard()
+        self._stage.gradients.start_window()
+        self._micro_batch = 0
+        self._uncounted = False
+
     def _end_micro_batch(self) -> None:
         self._micro_batch += 1
         self._uncounted = False
@@ -312,6 +342,32 @@ class Trainer:
         if factor == 0:  # infinite norm: finite gradients become 0, infinite ones nan, as there
             return math.inf
         return divisor / factor if not factor > 1 else divisor
+
+
+class _OwnHook:
+    """A hook that a copy of the module does not have: averages of weights, for one, start from a plain copy."""
+
+    def __init__(self, call: Callable[..., Any], require_copyable: Callable[[], None]) -> None:
+        self._call, self._require_copyable = call, require_copyable
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._call(*inputs, **keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._require_copyable()
+        return _OwnHook, (_nothing, _nothing)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _require_copyable(config: TrainConfig) -> None:
+    """Where the forward of modules is replaced, that of a copy would run the original's."""
+    if config.zero_stage == 3 or config.compile or config.activation_checkpointing != "none":
+        raise RuntimeError("a module in training cannot be copied at zero_stage 3, nor with compile or activation "
+                           "checkpointing: copy the model before initialize, and load consolidated_state_dict() into "
+                           "the copy")
 
 
 def _refuse_load_state_dict(*_: Any) -> None:

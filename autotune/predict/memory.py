@@ -169,9 +169,9 @@ def gather_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
 
 def gathered_bytes(situation: Situation, config: TrainConfig) -> int:
     """Stage 3: full parameters that exist for the time of their use: those outside of blocks, the block in use and
-    the one before, and with overlap those gathered ahead."""
+    the one before, and with overlap those gathered ahead. None where ranks read each other's."""
     model, ranks = situation.model, situation.world_size
-    if config.zero_stage < 3 or (ranks == 1 and not config.offload_param):
+    if config.zero_stage < 3 or ((ranks == 1 or situation.device_is_host) and not config.offload_param):
         return 0
     outside = model.parameters - model.block_count * model.block_parameters
     in_use = min(max(outside, 0) + _KEPT_BLOCKS * model.block_parameters, model.parameters)

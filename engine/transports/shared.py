@@ -25,6 +25,9 @@ class SharedCarrier:
     """Sends a note of where a message lies; one that lies in no shared segment follows through the socket.
 
     Notes go through gloo, which orders memory between the processes, waits with a timeout, and notices ranks that end.
+
+    Attributes:
+        bytes: of this rank's own segments, and its part of common ones.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: SharedMemory) -> None:
@@ -33,14 +36,17 @@ class SharedCarrier:
         self._segments: list[list[Tensor]] = []
         self._outbox: _Outbox | None = None
         self._tag = 0
+        self.bytes = 0
 
     def mirrored(self, sizes: Sequence[int]) -> list[Tensor]:
         """Tensors of so many bytes that messages are sent from without a copy. Collective."""
         self._segments.append(self._memory.mirrored(_total(sizes)))
+        self.bytes += _total(sizes)
         return _cut(self._segments[-1][self._rank], sizes)
 
     def common(self, sizes: Sequence[int]) -> list[Tensor]:
         """Tensors of so many bytes that all ranks read and write. Collective."""
+        self.bytes += _total(sizes) // self._size
         return _cut(self._memory.common(_total(sizes)), sizes)
 
     def reserve(self, size: int) -> None:
