@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from engine import OptimizerConfig, TrainConfig
+from engine.precision import DTYPES
+from engine.trainer import initialize
 from tests.engine.training import (
     FEATURES,
     GLOBAL_BATCH,
@@ -60,22 +63,31 @@ def test_masters_begin_as_the_models_own_fp32_weights(ranks: RanksOf) -> None:
     assert ranks(2).run(_masters_start_exact) == [True, True]
 
 
-def _layer_norm_descends() -> tuple[float, float]:
-    trainer = start(Setup(lambda: nn.LayerNorm(FEATURES), TrainConfig(precision="bf16"),
-                          OptimizerConfig(name="sgd", lr=6e-4)))
-    for _ in range(1000):
-        trainer.backward(next(iter(trainer.module.parameters())).sum())
+def _layer_norm_descends(config: TrainConfig, lr: float, steps: int) -> tuple[float, float]:
+    """The master weight after so many steps down a gradient of 1, and what the module computes with then."""
+    model = nn.LayerNorm(FEATURES, bias=False)
+    trainer = initialize(model, config=config, optimizer=OptimizerConfig(name="sgd", lr=lr))
+    direction = torch.tensor([1.0, -1.0] * (FEATURES // 2))  # layer norm leaves it as it is
+    for _ in range(steps):
+        trainer.backward((trainer(direction) * direction).float().sum())
         trainer.step()
-    master = float(trainer.consolidated_state_dict()["weight"][0])
-    compute = float(next(iter(trainer.module.parameters())).detach()[0])
+    compute = trainer(direction).detach()[0]
+    master = trainer.consolidated_state_dict()["weight"][0]
     trainer.close()
-    return master, compute
+    return float(master), float(compute)
 
 
-def test_updates_below_half_an_ulp_add_up_in_the_master(ranks: RanksOf) -> None:
-    master, compute = ranks(1).run(_layer_norm_descends)[0]
-    assert master == pytest.approx(0.4, abs=1e-3)
-    assert compute == float(torch.tensor(master).bfloat16())
+@stages
+@pytest.mark.parametrize(("world_size", "steps", "change"), [
+    (1, 1000, {"precision": "bf16"}), (2, 100, {"precision": "bf16", "offload_optimizer_ratio": 1.0}),
+    (2, 100, {"precision": "fp16"})])
+def test_updates_below_half_an_ulp_add_up_in_the_master(ranks: RanksOf, stage: int, world_size: int, steps: int,
+                                                        change: dict[str, Any]) -> None:
+    config = TrainConfig.model_validate({"zero_stage": stage, "loss_scale": 1.0, **change})
+    lr = 6e-4 if config.precision == "bf16" else 1e-4
+    for master, compute in ranks(world_size).run(_layer_norm_descends, config, lr, steps):
+        assert master == pytest.approx(1 - steps * lr, abs=1e-3 * steps / 1000)
+        assert compute == float(torch.tensor(master).to(DTYPES[config.precision]))
 
 
 class OneWeight(nn.Module):
@@ -87,10 +99,9 @@ class OneWeight(nn.Module):
         return self.weight * x
 
 
-def _accumulates_ones(stage: int) -> float:
-    trainer = start(Setup(OneWeight, TrainConfig(precision="bf16", zero_stage=stage, gradient_accumulation_steps=1024),
-                          OptimizerConfig(name="sgd", lr=1.0)))
-    for _ in range(1024):
+def _accumulates_ones(config: TrainConfig) -> float:
+    trainer = start(Setup(OneWeight, config, OptimizerConfig(name="sgd", lr=1.0)))
+    for _ in range(config.gradient_accumulation_steps):
         trainer.backward(trainer(torch.ones(1)).sum())
         trainer.step()
     weight = float(trainer.consolidated_state_dict()["weight"])
@@ -98,9 +109,14 @@ def _accumulates_ones(stage: int) -> float:
     return weight
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (1, 2), (2, 2), (3, 2)])
-def test_a_thousand_equal_small_gradients_are_not_lost(ranks: RanksOf, stage: int, world_size: int) -> None:
-    assert ranks(world_size).run(_accumulates_ones, stage)[0] == pytest.approx(-1.0, abs=1e-6)
+@stages
+@pytest.mark.parametrize(("world_size", "precision", "times"), [(1, "bf16", 1024), (1, "fp16", 2100), (2, "bf16", 270)])
+def test_hundreds_of_equal_small_gradients_are_not_lost(ranks: RanksOf, stage: int, world_size: int, precision: str,
+                                                        times: int) -> None:
+    """Ones added up in bf16 stop at 256, in fp16 at 2048."""
+    config = TrainConfig.model_validate({"precision": precision, "zero_stage": stage, "loss_scale": 1.0,
+                                         "gradient_accumulation_steps": times})
+    assert ranks(world_size).run(_accumulates_ones, config)[0] == pytest.approx(-1.0, abs=1e-6)
 
 
 class Huge(nn.Module):
@@ -114,22 +130,25 @@ class Huge(nn.Module):
         return (self.weight * scale).sum()
 
 
-def _huge_norm(stage: int, precision: str) -> tuple[float | None, bool]:
+def _huge_norm(stage: int, precision: str) -> tuple[float | None, bool, float]:
     config = TrainConfig.model_validate({"zero_stage": stage, "precision": precision, "gradient_clipping": 1.0,
                                          "loss_scale": 1.0})
     trainer = start(Setup(Huge, config, OptimizerConfig(name="sgd", lr=1.0)))
     trainer.backward(trainer(torch.full((1,), 500.0)).float())
     result = trainer.step()
+    moved = float(trainer.consolidated_state_dict()["weight"].double().norm())
     trainer.close()
-    return result.grad_norm, result.applied
+    return result.grad_norm, result.applied, moved
 
 
 @stages
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_norm_of_large_sixteen_bit_gradients_is_finite(ranks: RanksOf, stage: int, precision: str) -> None:
-    for norm, applied in ranks(2).run(_huge_norm, stage, precision):
+@pytest.mark.parametrize(("world_size", "precision"), [(2, "bf16"), (2, "fp16"), (3, "fp16")])
+def test_norm_of_large_sixteen_bit_gradients_is_finite(ranks: RanksOf, stage: int, world_size: int,
+                                                       precision: str) -> None:
+    for norm, applied, moved in ranks(world_size).run(_huge_norm, stage, precision):
         assert applied
         assert norm == pytest.approx(500 * math.sqrt(100_000), rel=1e-3)
+        assert moved == pytest.approx(1.0, rel=1e-3)
 
 
 class Vast(nn.Module):
