@@ -6,7 +6,7 @@ Models of 100, 300 and 1000 small tensors do the same arithmetic on 2 ranks, so 
 tensors is what Python and the framework spend on each, autograd's own part included. All engines are alive at once and
 take turns; a round gives each the same few steps. Times are medians over the rounds, ratios to DDP medians of the
 ratios within a round. CPU time is user and system time of a rank with all of its threads; wall time that is not CPU
-time is waiting for the other rank.
+time is waiting for the other rank. With ENGINE_SOCKETS=1 the engine's ranks talk through sockets, as DDP's do.
 """
 
 import math
