@@ -44,16 +44,12 @@ def require_wrappable(blocks: Sequence[nn.Module], config: TrainConfig) -> None:
     """Check that what is configured for blocks can be done.
 
     Raises:
-        ConfigurationError: there are no blocks, or the combination cannot run.
+        ConfigurationError: there are no blocks.
     """
     if not blocks and (config.compile or config.activation_checkpointing != "none"):
         field = "compile" if config.compile else "activation_checkpointing"
         raise ConfigurationError(f"{field} works by repeated blocks and none were found in the model; pass "
                                  "blocks=[...] to initialize, or turn it off", fields=(field,))
-    if config.compile and config.activation_checkpointing == "selective" and config.zero_stage == 3:
-        raise ConfigurationError("compile with activation_checkpointing selective cannot run at zero_stage 3, where "
-                                 "parameters are gathered between the two; use full or none, or a lower stage",
-                                 fields=("compile", "activation_checkpointing", "zero_stage"))
 
 
 def wrap_inside(blocks: Sequence[nn.Module], config: TrainConfig) -> None:

@@ -1,6 +1,7 @@
 """Training a task step by step: the one way that trials and runs share, so that their losses agree bit for bit."""
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,10 +93,12 @@ class LoopStep:
     Attributes:
         loss_sum: sum of the micro-batches' mean losses, float.
         applied: whether the parameters changed; False when gradients overflowed.
+        compiled: whether code was compiled meanwhile, so that the time is not that of training.
     """
 
     loss_sum: float
     applied: bool
+    compiled: bool
 
 
 class TrainingLoop:
@@ -159,6 +162,7 @@ class TrainingLoop:
         clock, trainer, device = self.clock, self.trainer, self._context.device
         losses: list[Tensor] = []
         applied = False
+        compilations = _compilations()
         clock.start()
         for indices in micro_batches:
             batch = move_batch(checked_batch(self.task, indices), device)
@@ -172,4 +176,11 @@ class TrainingLoop:
             clock.lap("step")
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        return LoopStep(loss_sum=math.fsum(loss.item() for loss in losses), applied=applied)
+        return LoopStep(loss_sum=math.fsum(loss.item() for loss in losses), applied=applied,
+                        compiled=_compilations() > compilations)
+
+
+def _compilations() -> int:
+    """How often this process began to compile a function so far, whether the engine or the task asked for it."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return 0 if compiler is None else int(compiler.counters["frames"]["total"])

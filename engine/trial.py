@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from engine.config import OptimizerConfig, TrainConfig, require_global_batch
 from engine.errors import DeviceMemoryLimitError
-from engine.loop import PHASES, PhaseName, TrainingLoop
+from engine.loop import PHASES, LoopStep, PhaseName, TrainingLoop
 from engine.memory import LEFT_BEHIND_BYTES, MemoryMeter, check_limit, meter_for
 from engine.precision import DTYPES
 from engine.process import CpuTimes, cpu_times, is_contended
@@ -108,6 +108,7 @@ class _Record:
     step_seconds: list[float] = field(default_factory=list)
     loss_sums: list[float] = field(default_factory=list)
     applied: list[bool] = field(default_factory=list)
+    compiled: list[bool] = field(default_factory=list)
     phases: list[dict[PhaseName, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     contended: bool = False
@@ -122,6 +123,7 @@ class _Agreed:
     peak_bytes: int
     non_finite: bool
     applied: bool
+    compiled: bool
 
 
 class _Stopped(Exception):
@@ -160,28 +162,40 @@ class _Trial:
     # -- phases
 
     def _warm_up(self) -> None:
-        """Steps until the last ones agree and were applied, `max_warmup_steps` or `max_seconds`, whichever is first."""
+        """Steps until the last ones agree, were applied and compiled nothing; `max_warmup_steps` or `max_seconds`, not
+        counting what compiled, where that is sooner."""
         policy, record = self._request.policy, self.record
+        settling = 0.0
         while len(record.warmup_seconds) < policy.max_warmup_steps:
             agreed = self._step("warmup")
             record.warmup_seconds.append(agreed.seconds)
-            if is_steady(record.warmup_seconds) and all(record.applied[-3:]):
+            if is_steady(record.warmup_seconds) and all(record.applied[-3:]) and not any(record.compiled[-3:]):
                 return
-            if sum(record.warmup_seconds) > policy.max_seconds or agreed.elapsed > self.budget_seconds:
+            settling += 0.0 if agreed.compiled else agreed.seconds
+            if settling > policy.max_seconds or agreed.elapsed > self.budget_seconds:
                 break
         record.notes.append(f"step time was not steady after {len(record.warmup_seconds)} warm-up steps")
 
     def _measure(self) -> None:
-        """Steps until the mean's interval is narrow enough, or a limit is reached; two at the least."""
-        record = self.record
+        """Steps until the mean's interval is narrow enough, or a limit is reached; two at the least.
+
+        Steps that compile anew belong to the warm-up, unless they never end.
+        """
+        record, recompiled = self.record, 0
         before = cpu_times(self._context.core)
         while not _is_enough(record.step_seconds, self._request.policy):
             agreed = self._step("measuring")
-            record.step_seconds.append(agreed.seconds)
-            record.phases.append(self._loop.clock.seconds())
+            if agreed.compiled and recompiled < self._request.policy.max_steps:
+                recompiled += 1
+                record.warmup_seconds.append(agreed.seconds)
+            else:
+                record.step_seconds.append(agreed.seconds)
+                record.phases.append(self._loop.clock.seconds())
             if agreed.elapsed > self.budget_seconds and len(record.step_seconds) >= _LEAST_MEASURED:
                 record.notes.append("measuring was cut short by the trial's deadline")
                 break
+        if recompiled:
+            record.notes.append(f"code was compiled again in {recompiled} steps after the warm-up, which do not count")
         record.contended = self._is_contended(before)
 
     def _require_applied_steps(self) -> None:
@@ -198,7 +212,7 @@ class _Trial:
         step = len(self.record.applied)
         self._announce("measuring", step)
         self._loop.step_on_sample(int(sample))
-        self._hold_limit(self._agree(0.0, loss_sum=0.0, applied=True), step)
+        self._hold_limit(self._agree(0.0, LoopStep(loss_sum=0.0, applied=True, compiled=False)), step)
 
     # -- one step
 
@@ -207,9 +221,10 @@ class _Trial:
         self._announce(phase, step)
         begun = time.perf_counter()
         result = self._loop.step(step)
-        agreed = self._agree(time.perf_counter() - begun, loss_sum=result.loss_sum, applied=result.applied)
+        agreed = self._agree(time.perf_counter() - begun, result)
         record.loss_sums.append(result.loss_sum)
         record.applied.append(agreed.applied)
+        record.compiled.append(agreed.compiled)
         if agreed.non_finite:
             raise _Stopped(Outcome.NON_FINITE, f"the loss was not finite at step {step}", step)
         self._hold_limit(agreed, step)
@@ -219,16 +234,16 @@ class _Trial:
         seconds = (*self.record.warmup_seconds, *self.record.step_seconds)
         self._reporter.progress(TrialProgress(phase=phase, step=step, step_seconds=seconds[-1] if seconds else None))
 
-    def _agree(self, seconds: float, *, loss_sum: float, applied: bool) -> _Agreed:
+    def _agree(self, seconds: float, result: LoopStep) -> _Agreed:
         peak = self._peak_bytes()
         elapsed = time.perf_counter() - self.started
-        largest = self._context.largest((seconds, elapsed, peak, not math.isfinite(loss_sum), not applied))
+        largest = self._context.largest((seconds, elapsed, peak, not math.isfinite(result.loss_sum),
+                                         not result.applied, result.compiled))
         return _Agreed(seconds=largest[0], elapsed=largest[1], peak_bytes=int(largest[2]), non_finite=bool(largest[3]),
-                       applied=not largest[4])
+                       applied=not largest[4], compiled=bool(largest[5]))
 
     def _peak_bytes(self) -> int:
-        trainer = self._loop.trainer
-        return self._meter.peak_device_bytes(host_bytes=trainer.peak_host_bytes, shared_bytes=trainer.shared_bytes)
+        return self._meter.peak_device_bytes(self._loop.trainer.peak_host_bytes)
 
     def _hold_limit(self, agreed: _Agreed, step: int) -> None:
         try:

@@ -118,6 +118,18 @@ def sleeps(*, first: Sequence[float] = (), then: float = 0.0, tokens_per_sample:
                    tokens_per_sample=tokens_per_sample)
 
 
+def compiles(*, steps: Sequence[int], seconds: float) -> ToyTask:
+    """In these steps code is compiled, which takes so long more."""
+    doubled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+
+    def action(now: int) -> None:
+        if now in steps:
+            doubled(torch.ones(now + 2))
+            time.sleep(seconds)
+
+    return ToyTask(action)
+
+
 def prints(*, megabytes: int) -> ToyTask:
     """Prints so much at its third step, half of it to stderr, and a last word."""
 
