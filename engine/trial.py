@@ -243,7 +243,8 @@ class _Trial:
                        applied=not largest[4], compiled=bool(largest[5]))
 
     def _peak_bytes(self) -> int:
-        return self._meter.peak_device_bytes(self._loop.trainer.peak_host_bytes)
+        trainer = self._loop.trainer
+        return self._meter.peak_device_bytes(host_bytes=trainer.peak_host_bytes, shared_bytes=trainer.shared_bytes)
 
     def _hold_limit(self, agreed: _Agreed, step: int) -> None:
         try:

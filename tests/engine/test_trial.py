@@ -255,12 +255,12 @@ def test_the_resident_meter_sees_what_was_held_at_once() -> None:
     first = torch.ones(50 * MIB // 4)
     del first
     second = torch.ones(80 * MIB // 4)
-    assert meter.peak_device_bytes(0) == pytest.approx(80 * MIB, rel=0.05)
-    assert meter.peak_device_bytes(30 * MIB) == pytest.approx(50 * MIB, rel=0.05)
+    assert meter.peak_device_bytes(host_bytes=0, shared_bytes=0) == pytest.approx(80 * MIB, rel=0.05)
+    assert meter.peak_device_bytes(host_bytes=30 * MIB, shared_bytes=20 * MIB) == pytest.approx(70 * MIB, rel=0.05)
     assert meter.finish() == pytest.approx(80 * MIB, rel=0.05)
     del second
     meter.start(None)
-    assert meter.peak_device_bytes(0) < 4 * MIB
+    assert meter.peak_device_bytes(host_bytes=0, shared_bytes=0) < 4 * MIB
 
 
 def test_the_limit_itself_may_be_reached() -> None:
