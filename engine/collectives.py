@@ -103,6 +103,11 @@ class Ranks:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self._transport.empty(numel, dtype)
 
+    def trim(self) -> None:
+        """Give memory of `empty` back to the host until it is used again. After a barrier, nothing on its way."""
+        if self._shared is not None:
+            self._shared.trim()
+
     def discard(self, memory: Tensor) -> None:
         """Give back memory of `empty`."""
         if self._shared is not None:

@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +19,30 @@ GatherObjects = Callable[[Any], list[Any]]
 """Every rank's picklable value, in rank order. Collective."""
 
 
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of memory that several processes map; zeros at first.
+
+    Attributes:
+        data: (size,) bytes.
+    """
+
+    data: Tensor
+    _map: mmap.mmap
+
+    def empty(self, start: int) -> None:
+        """Give what lies behind `start`, a multiple of the page size, back to the host; it is zeros afterwards."""
+        if start < len(self._map):
+            self._map.madvise(mmap.MADV_REMOVE, start)
+
+
 class SharedMemory:
     """Makes segments. Made by `share_memory`."""
 
     def __init__(self, gather: GatherObjects, *, rank: int) -> None:
         self._gather, self._rank = gather, rank
 
-    def mirrored(self, size: int) -> list[Tensor]:
+    def mirrored(self, size: int) -> list[Segment]:
         """A segment of `size` bytes for each rank, all mapped here, by rank. Collective; `size` is equal everywhere.
 
         Raises:
@@ -32,7 +50,7 @@ class SharedMemory:
         """
         return self._open(size, makers=None)
 
-    def common(self, size: int) -> Tensor:
+    def common(self, size: int) -> Segment:
         """One segment of `size` bytes for all ranks. Collective.
 
         Raises:
@@ -40,7 +58,7 @@ class SharedMemory:
         """
         return self._open(size, makers=(0,))[0]
 
-    def _open(self, size: int, *, makers: Sequence[int] | None) -> list[Tensor]:
+    def _open(self, size: int, *, makers: Sequence[int] | None) -> list[Segment]:
         descriptor = None
         if makers is None or self._rank in makers:
             descriptor = os.memfd_create("engine")
@@ -70,19 +88,20 @@ def share_memory(gather: GatherObjects, *, rank: int) -> SharedMemory | None:
         return None
     with suppress(RuntimeError):
         segments = memory.mirrored(mmap.PAGESIZE)
-        segments[rank][:len(mark)] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+        segments[rank].data[:len(mark)] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
         gather(None)
         # Process numbers may mean other processes here: ranks in containers of their own.
-        same = all(bytes(segment[:len(mark)].tolist()) == theirs
+        same = all(bytes(segment.data[:len(mark)].tolist()) == theirs
                    for segment, theirs in zip(segments, marks, strict=True))
         return memory if all(gather(same)) else None
     return None
 
 
-def _map(pid: int, descriptor: int, size: int) -> Tensor:
-    """A segment made by a process of this host, as (size,) bytes."""
+def _map(pid: int, descriptor: int, size: int) -> Segment:
+    """A segment made by a process of this host."""
     ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
     try:
-        return torch.frombuffer(mmap.mmap(ours, size), dtype=torch.uint8)
+        memory = mmap.mmap(ours, size)
+        return Segment(torch.frombuffer(memory, dtype=torch.uint8), memory)
     finally:
         os.close(ours)

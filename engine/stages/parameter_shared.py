@@ -34,6 +34,8 @@ class ParameterShared(GradientSharded):
 
     def finish_publishing(self) -> None:
         self.ranks.barrier()
+        # This stage is the one for least memory: forward and its activations need not find the buffers of backward.
+        self.ranks.trim()
 
     def parameter_bytes(self) -> int:
         return sum(bucket.shard_size * bucket.dtype.itemsize for bucket in (*self.buckets, *self.frozen_buckets))

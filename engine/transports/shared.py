@@ -1,6 +1,7 @@
 """Messages between ranks of one host that stay where the sender has them: only a note of the place is sent."""
 
 import itertools
+import mmap
 from collections import deque
 from collections.abc import Sequence
 
@@ -8,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.shared_memory import SharedMemory
+from engine.shared_memory import Segment, SharedMemory
 from engine.transports.pairwise import Message
 
-_HEADER = 4096
+_HEADER = mmap.PAGESIZE
 """Bytes before an outbox: how many releases the rank it belongs to has counted."""
 
 _ALIGNMENT = 64
@@ -33,7 +34,7 @@ class SharedCarrier:
     def __init__(self, group: dist.ProcessGroup, memory: SharedMemory) -> None:
         self._group, self._memory = group, memory
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._segments: list[list[Tensor]] = []
+        self._segments: list[list[Segment]] = []
         self._outbox: _Outbox | None = None
         self._tag = 0
         self.bytes = 0
@@ -42,12 +43,12 @@ class SharedCarrier:
         """Tensors of so many bytes that messages are sent from without a copy. Collective."""
         self._segments.append(self._memory.mirrored(_total(sizes)))
         self.bytes += _total(sizes)
-        return _cut(self._segments[-1][self._rank], sizes)
+        return _cut(self._segments[-1][self._rank].data, sizes)
 
     def common(self, sizes: Sequence[int]) -> list[Tensor]:
         """Tensors of so many bytes that all ranks read and write. Collective."""
         self.bytes += _total(sizes) // self._size
-        return _cut(self._memory.common(_total(sizes)), sizes)
+        return _cut(self._memory.common(_total(sizes)).data, sizes)
 
     def reserve(self, size: int) -> None:
         self.mirrored([_HEADER, size])
@@ -88,19 +89,24 @@ class SharedCarrier:
         if self._outbox is not None:
             self._outbox.release(staged)
 
+    def trim(self) -> None:
+        """Give back the memory of messages while none is on its way on any rank."""
+        if self._outbox is not None:
+            self._outbox.trim()
+
     def receive(self, values: Tensor, source: int, tag: int) -> dist.Work | None:
         return dist.irecv(values, group=self._group, group_src=source, tag=tag)
 
     def read(self, segment: int, source: int, first: int, like: Tensor) -> Tensor:
         """What lies in another rank's segment, as a tensor like `like`."""
-        return self._segments[segment][source][first:first + like.nbytes].view(like.dtype)
+        return self._segments[segment][source].data[first:first + like.nbytes].view(like.dtype)
 
     def _place(self, values: Tensor) -> tuple[int, int]:
         """(segment, first byte)."""
         address = values.data_ptr()
         for number, segments in enumerate(self._segments):
-            first = address - segments[self._rank].data_ptr()
-            if 0 <= first < segments[self._rank].numel():
+            first = address - segments[self._rank].data.data_ptr()
+            if 0 <= first < segments[self._rank].data.numel():
                 return number, first
         return _ELSEWHERE, 0
 
@@ -154,9 +160,10 @@ class _Outbox:
     as its n-th, another has read when that one's count is n.
     """
 
-    def __init__(self, segments: Sequence[Tensor], rank: int) -> None:
-        self._counts = [segment[:8].view(torch.int64) for segment in segments]
-        self._memory, self._rank = segments[rank][_HEADER:], rank
+    def __init__(self, segments: Sequence[Segment], rank: int) -> None:
+        self._counts = [segment.data[:8].view(torch.int64) for segment in segments]
+        self._segment, self._rank = segments[rank], rank
+        self._memory = self._segment.data[_HEADER:]
         self._free = [(0, self._memory.numel())]
         self._taken: dict[int, int] = {}
         self._released: deque[tuple[int, int, int]] = deque()
@@ -184,6 +191,9 @@ class _Outbox:
         start = self._start(memory)
         if start in self._taken:
             self._released.append((self._count, start, self._taken.pop(start)))
+
+    def trim(self) -> None:
+        self._segment.empty(_HEADER)
 
     def _start(self, memory: Tensor) -> int:
         return memory.data_ptr() - self._memory.data_ptr()
