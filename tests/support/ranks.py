@@ -121,6 +121,10 @@ class Ranks:
         """As `RankPool.run`."""
         return self._pool.run(self.world_size, function, *arguments, timeout=timeout, sockets=self._sockets)
 
+    def restart(self) -> None:
+        """Replace the processes, after a test that broke something in them."""
+        self._pool.close_ranks()
+
 
 def _receive(connection: Connection) -> tuple[bool, Any]:
     try:

@@ -1,0 +1,193 @@
+"""Collectives over each transport against what they are to compute, and what becomes of the memory in between."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine import shared_memory
+from engine.collectives import Ranks
+from engine.transports.pairwise import sum_in_order
+from tests.engine.training import RanksOf, over_shared_memory
+
+CPU = torch.device("cpu")
+SLICE = 1000
+
+counts = pytest.mark.parametrize("world_size", [2, 3, 4])
+wires = pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def connected() -> Ranks:
+    return Ranks(dist.group.WORLD, device=CPU)
+
+
+def values(rank: int, size: int, wire: torch.dtype) -> Tensor:
+    """What rank `rank` of `size` brings to a reduction."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(size * SLICE, generator=generator).to(wire)
+
+
+def expected(size: int, wire: torch.dtype) -> Tensor:
+    return torch.stack([values(rank, size, wire).double() for rank in range(size)]).sum(0)
+
+
+def filled(ranks: Ranks, wire: torch.dtype) -> Tensor:
+    return ranks.empty(ranks.size * SLICE, wire).copy_(values(ranks.rank, ranks.size, wire))
+
+
+def _sums(wire: torch.dtype, reserved: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    ranks = connected()
+    ranks.reserve(reserved)
+    mine = ranks.reduce_scatter(filled(ranks, wire), wire=wire, dtype=torch.float32).wait()
+    whole = ranks.all_reduce(filled(ranks, wire), wire=wire, dtype=torch.float32).wait()
+    # More at once than there is room for, waited for in the order in which they were started.
+    many = [ranks.reduce_scatter(filled(ranks, wire) * number, wire=wire, dtype=torch.float32)
+            for number in range(1, 6)]
+    sums = [pending.wait() for pending in many]
+    ranks.close()
+    return mine, whole, sums
+
+
+@wires
+@counts
+@pytest.mark.parametrize("room", [0, 1, 3, 20])
+def test_sums_are_rounded_once(ranks: RanksOf, world_size: int, wire: torch.dtype, room: int) -> None:
+    total = expected(world_size, wire)
+    results = ranks(world_size).run(_sums, wire, room * world_size * SLICE * wire.itemsize)
+    for rank, (mine, whole, many) in enumerate(results):
+        own = slice(rank * SLICE, (rank + 1) * SLICE)
+        torch.testing.assert_close(mine.double(), total[own], atol=1e-6, rtol=1e-6)
+        # Sums travel to the other ranks in the wire's dtype.
+        torch.testing.assert_close(whole.double(), total.to(wire).double(), atol=1e-6, rtol=torch.finfo(wire).eps)
+        for number, summed in enumerate(many, start=1):
+            products = [(values(peer, world_size, wire) * number).double()[own] for peer in range(world_size)]
+            torch.testing.assert_close(summed.double(), torch.stack(products).sum(0), atol=1e-5, rtol=1e-6)
+
+
+def test_every_rank_gets_the_same_sum_in_every_bit(ranks: RanksOf) -> None:
+    for wire in (torch.float32, torch.bfloat16):
+        wholes = [whole for _, whole, _ in ranks(3).run(_sums, wire, 0)]
+        assert all(torch.equal(whole, wholes[0]) for whole in wholes)
+
+
+def _gathers(mirrored: bool) -> list[Tensor]:
+    ranks = connected()
+    size = ranks.size * SLICE * 4
+    memory = ranks.mirrored([size, size]) if mirrored else [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+    rows = [place.view(torch.float32).view(ranks.size, SLICE) for place in memory]
+    for number, row in enumerate(rows):
+        row[ranks.rank] = ranks.rank + number / 2
+    ranks.all_gather([rows[0]]).wait()
+    ranks.all_gather([rows[1][:, :300], rows[1][:, 300:]]).wait()
+    answer = [row.clone() for row in rows]
+    ranks.barrier()
+    ranks.close()
+    return answer
+
+
+@counts
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_gathers_complete_rows_wherever_they_lie(ranks: RanksOf, world_size: int, mirrored: bool) -> None:
+    for first, second in ranks(world_size).run(_gathers, mirrored):
+        for rank in range(world_size):
+            assert bool((first[rank] == rank).all())
+            assert bool((second[rank] == rank + 0.5).all())
+
+
+def _reused() -> tuple[bool, bool, bool, float]:
+    ranks = connected()
+    assert ranks._shared is not None
+    ranks.reserve(2 * ranks.size * SLICE * 4)
+    lies_there = ranks._shared.sends_in_place
+    first, second, third = (filled(ranks, torch.float32) for _ in range(3))
+    full = lies_there(first) and lies_there(second) and not lies_there(third)
+    ranks.discard(second)
+    discarded = lies_there(filled(ranks, torch.float32))
+    for number in range(20):  # the room is for two, and comes free as the others have read
+        ranks.reduce_scatter(first, wire=torch.float32, dtype=torch.float32).wait()
+        ranks.barrier()
+        first = filled(ranks, torch.float32).mul_(number)
+        assert lies_there(first)
+    ranks.barrier()
+    before = float(first.abs().sum())
+    ranks.trim()
+    trimmed = before > 0 and float(first.abs().sum()) == 0
+    ranks.barrier()
+    after = filled(ranks, torch.float32)
+    total = ranks.reduce_scatter(after, wire=torch.float32, dtype=torch.float32).wait()
+    ranks.close()
+    return full, discarded, trimmed, float(total.double().sum())
+
+
+@over_shared_memory
+def test_room_for_messages_is_bounded_and_used_again(ranks: RanksOf) -> None:
+    total = expected(2, torch.float32)
+    for rank, (full, discarded, trimmed, summed) in enumerate(ranks(2).run(_reused)):
+        assert full
+        assert discarded
+        assert trimmed
+        assert summed == pytest.approx(float(total[rank * SLICE:(rank + 1) * SLICE].sum()), abs=1e-3)
+
+
+def _common() -> tuple[list[float], int, int]:
+    ranks = connected()
+    place = ranks.common([ranks.size * 8])[0].view(torch.float64)
+    place[ranks.rank] = ranks.rank + 1
+    ranks.barrier()
+    seen, held = place.tolist(), ranks.shared_bytes
+    ranks.reserve(1 << 20)
+    return seen, held, ranks.shared_bytes - held
+
+
+@over_shared_memory
+def test_common_memory_is_one_for_all(ranks: RanksOf) -> None:
+    for seen, held, reserved in ranks(2).run(_common):
+        assert seen == [1.0, 2.0]
+        assert held == 64 // 2
+        assert (1 << 20) <= reserved < (1 << 20) + 8192
+
+
+def _without(breakage: Callable[[], None]) -> tuple[bool, list[float]]:
+    if dist.get_rank() == 1:
+        breakage()
+    ranks = connected()
+    summed = ranks.reduce_scatter(filled(ranks, torch.float32), wire=torch.float32, dtype=torch.float32).wait()
+    return ranks.share_memory, summed.tolist()
+
+
+def _no_descriptors() -> None:
+    """As in a container that may not look at the other ranks' processes."""
+    shared_memory._map = _refused
+
+
+def _no_anonymous_files() -> None:
+    del os.memfd_create
+
+
+def _refused(pid: int, descriptor: int, size: int) -> shared_memory.Segment:
+    raise PermissionError("not yours")
+
+
+@over_shared_memory
+@pytest.mark.parametrize("breakage", [_no_descriptors, _no_anonymous_files])
+def test_where_one_rank_cannot_share_all_use_sockets(ranks: RanksOf, breakage: Callable[[], None]) -> None:
+    pool = ranks(2)
+    try:
+        results = pool.run(_without, breakage)
+    finally:
+        pool.restart()
+    total = expected(2, torch.float32)
+    for rank, (shares, summed) in enumerate(results):
+        assert not shares
+        torch.testing.assert_close(torch.tensor(summed), total[rank * SLICE:(rank + 1) * SLICE].float())
+
+
+def test_a_sum_may_be_put_where_a_part_lies() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [values(rank, 200, dtype) for rank in range(3)]
+        total = torch.stack([part.double() for part in parts]).sum(0).to(dtype)
+        assert sum_in_order(parts, parts[1]) is parts[1]
+        torch.testing.assert_close(parts[1], total, atol=1e-6, rtol=torch.finfo(dtype).eps)
