@@ -4,6 +4,7 @@ import hashlib
 from itertools import pairwise
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from engine.collectives import Ranks
 from engine.config import TrainConfig
@@ -16,6 +17,7 @@ def require_trainable(model: nn.Module) -> None:
     Raises:
         ConfigurationError: it cannot.
     """
+    _require_values(model)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigurationError("model: no parameter requires a gradient; leave at least one trainable",
@@ -26,9 +28,29 @@ def require_trainable(model: nn.Module) -> None:
                                      "floating-point: freeze it, or store it as real numbers", fields=("model",))
     _require_own_memory(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ConfigurationError(f"model: {name} makes sparse gradients, which are not supported; build it with "
-                                     "sparse=False", fields=("model",))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _require_plain_embedding(name, module)
+
+
+def _require_values(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigurationError(f"model: {name} has no shape yet; run the model once on a sample before "
+                                     "initialize", fields=("model",))
+        if tensor.is_meta:
+            raise ConfigurationError(f"model: {name} is on the meta device and has no values; build the model on a "
+                                     "real device, or call its to_empty() and fill it before initialize",
+                                     fields=("model",))
+
+
+def _require_plain_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    if module.sparse:
+        raise ConfigurationError(f"model: {name} makes sparse gradients, which are not supported; build it with "
+                                 "sparse=False", fields=("model",))
+    if module.max_norm is not None:  # a write in forward, by each rank for the rows of its own batch
+        raise ConfigurationError(f"model: {name} has max_norm, by which its forward rewrites the weight on each rank "
+                                 "differently; build it with max_norm=None, and normalize the looked-up rows instead",
+                                 fields=("model",))
 
 
 def _require_own_memory(model: nn.Module) -> None:

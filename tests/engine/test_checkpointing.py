@@ -233,11 +233,34 @@ def test_outermost_repetition_counts_and_all_lists_of_its_class() -> None:
             super().__init__()
             self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
 
+        def forward(self, x: Tensor) -> Tensor:
+            return self.experts[0](x)
+
     model = nn.ModuleDict({"encoder": nn.ModuleList(Layer() for _ in range(2)), "adapters": nn.ModuleList(
         nn.Linear(2, 2) for _ in range(9)), "decoder": nn.ModuleList(Layer() for _ in range(3))})
     blocks = find_blocks(model)
     assert len(blocks) == 5
     assert all(isinstance(block, Layer) for block in blocks)
+
+
+def _in_pairs() -> nn.Module:
+    return nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(3))
+
+
+def _in_dicts() -> nn.Module:
+    return nn.ModuleList(nn.ModuleDict({"only": Block()}) for _ in range(3))
+
+
+def _of_parameters() -> nn.Module:
+    return nn.ModuleList(nn.ParameterList([torch.zeros(4)]) for _ in range(3))
+
+
+@pytest.mark.parametrize(("build", "kind", "count"), [(_in_pairs, nn.Linear, 6), (_in_dicts, Block, 0),
+                                                      (_of_parameters, nn.Module, 0)])
+def test_containers_are_no_blocks(build: Callable[[], nn.Module], kind: type[nn.Module], count: int) -> None:
+    """The model's forward calls what is in them, not them."""
+    blocks = find_blocks(build())
+    assert [type(block) for block in blocks] == [kind] * count
 
 
 @pytest.mark.parametrize("change", [{"activation_checkpointing": "full"}, {"compile": True}])
@@ -252,8 +275,11 @@ def test_blocks_given_by_hand_are_checked() -> None:
     model = built(Tower)
     with pytest.raises(ConfigurationError, match="not a submodule"):
         initialize(model, config=TrainConfig(), blocks=[nn.Linear(2, 2)])
+    first = model.blocks[0]  # type: ignore[index]
     with pytest.raises(ConfigurationError, match="twice"):
-        initialize(model, config=TrainConfig(), blocks=[model.blocks, model.blocks[0]])  # type: ignore[index, list-item]
+        initialize(model, config=TrainConfig(), blocks=[first, first.up])  # type: ignore[list-item]
+    with pytest.raises(ConfigurationError, match="ModuleList has no forward"):
+        initialize(model, config=TrainConfig(), blocks=[model.blocks])  # type: ignore[list-item]
 
 
 def _compiled(stage: int, checkpointing: str) -> tuple[list[Weights], int]:

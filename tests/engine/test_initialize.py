@@ -39,6 +39,26 @@ def _sparse() -> nn.Module:
     return nn.Sequential(nn.Embedding(4, 2, sparse=True))
 
 
+def _renormalized() -> nn.Module:
+    return nn.Sequential(nn.EmbeddingBag(4, 2, max_norm=1.0), nn.Linear(2, 2))
+
+
+def _renormalized_frozen() -> nn.Module:
+    return nn.Sequential(nn.Embedding(4, 2, max_norm=1.0).requires_grad_(False), nn.Linear(2, 2))
+
+
+def _lazy_parameter() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+
+
+def _lazy_buffer() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False))
+
+
+def _on_meta() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
 def _aliased() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = nn.Parameter(model[0].weight.data)
@@ -47,7 +67,9 @@ def _aliased() -> nn.Module:
 
 @pytest.mark.parametrize(("build", "message"), [
     (_frozen, "leave at least one trainable"), (_complex, "phase is torch.complex64"), (_sparse, "sparse=False"),
-    (_aliased, r"0\.weight and 1\.weight share memory"),
+    (_aliased, r"0\.weight and 1\.weight share memory"), (_renormalized, "0 has max_norm.*max_norm=None"),
+    (_renormalized_frozen, "0 has max_norm.*max_norm=None"), (_lazy_parameter, r"1\.weight has no shape yet; run"),
+    (_lazy_buffer, r"1\.running_mean has no shape yet; run"), (_on_meta, r"1\.weight is on the meta device.*to_empty"),
 ])
 def test_models_that_cannot_be_laid_out_are_refused(build: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
