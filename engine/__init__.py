@@ -1,8 +1,10 @@
 """The training engine: ZeRO 0-3, mixed precision, offload, activation checkpointing; CPU (gloo) and CUDA (NCCL).
 
-`import engine` loads no torch: the first use of `engine.initialize` does.
+`initialize` gives a `Trainer`. Its `save_checkpoint` and `load_checkpoint` are for going on; its `save_model`, and
+`load_model` here, for the trained model itself. `import engine` loads no torch: the first use of one of these does.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.config import OptimizerConfig, TrainConfig
@@ -16,16 +18,16 @@ from engine.errors import (
 )
 
 if TYPE_CHECKING:
+    from engine.model_file import load_model
     from engine.trainer import StepResult, Trainer, initialize
 
-_NEEDS_TORCH = ("StepResult", "Trainer", "initialize")
+_NEEDS_TORCH = {"StepResult": "engine.trainer", "Trainer": "engine.trainer", "initialize": "engine.trainer",
+                "load_model": "engine.model_file"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _NEEDS_TORCH:
-        from engine import trainer
-
-        return getattr(trainer, name)
+        return getattr(import_module(_NEEDS_TORCH[name]), name)
     raise AttributeError(f"module 'engine' has no attribute {name!r}")
 
 
@@ -41,4 +43,5 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "initialize",
+    "load_model",
 ]

@@ -19,6 +19,7 @@ from engine.checkpointing import require_wrappable, unwrap, wrap_inside, wrap_ou
 from engine.collectives import Ranks, connect
 from engine.config import OptimizerConfig, TrainConfig
 from engine.consolidate import TrainingState, consolidate
+from engine.model_file import save_model
 from engine.norm import agree_on_used, gradient_norm
 from engine.offload import HostMemory
 from engine.optimizers import OptimizerFactory, make_optimizer
@@ -27,6 +28,7 @@ from engine.report import StateBytes
 from engine.requirements import require_same_model, require_trainable
 from engine.stages import Stage, StageContext, make_stage
 from engine.update import OwnedUpdate
+from engine.values import Precision
 
 
 @dataclass(frozen=True)
@@ -259,17 +261,41 @@ class Trainer:
 
         Loads into the plain module with strict=True. Tied parameters share memory as they do in the module's own.
         """
-        self._may_read_state_dict = True
-        try:
+        with self._reading_state_dict():
             return consolidate(self._training_state())
-        finally:
-            self._may_read_state_dict = self.config.zero_stage < 3
+
+    def save_model(self, path: str | os.PathLike[str], *, precision: Precision = "fp32") -> None:
+        """Write the model to one safetensors file, as `model.safetensors`. Collective, atomic.
+
+        It has what `consolidated_state_dict` gives, one copy of parameters that are tied, and no optimizer states.
+        `engine.load_model` and `safetensors.torch.load_model` load it into the plain module. The first rank writes it,
+        one bucket at a time, so that no rank holds the whole model for it.
+
+        Args:
+            path: the first rank's counts; folders to it are made.
+            precision: of the floating-point parameters in the file; fp32 is what the masters have.
+
+        Raises:
+            ConfigurationError: it cannot be written there; names `path`. The same on every rank.
+        """
+        with self._reading_state_dict():
+            save_model(self._training_state(), Path(path), DTYPES[precision])
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Save parameters, optimizer and loss scale, each rank its part. Collective, atomic.
 
-        It loads at another world size, stage or precision. Learning-rate schedulers, the data's place and random
-        states are the caller's to save.
+        It loads at another world size, stage or precision, into a trainer of the same model and kind of optimizer.
+        Learning-rate schedulers, the data's place and random states are the caller's to save, as are gradients that no
+        step has used yet: save after a step that was a boundary.
+
+        Whenever a save is cut off, by a kill or a loss of power, the previous checkpoint or the new one is there.
+
+        Args:
+            path: a directory to make, or an earlier checkpoint to replace; seen by all ranks. The first rank's counts.
+
+        Raises:
+            ConfigurationError: something else is there, or nothing can be written there; names `path`. The same on
+                every rank.
         """
         progress = Progress(steps=self.steps, skipped_steps=self.skipped_steps, loss_scale=self._scale.state())
         save_checkpoint(self._training_state(), progress, Path(path))
@@ -277,8 +303,11 @@ class Trainer:
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint; gradients that no step has used yet are dropped. Collective.
 
+        Load only checkpoints that you trust: torch.distributed.checkpoint unpickles what it finds its data by.
+
         Raises:
-            ConfigurationError: it is of another model, or there is none.
+            ConfigurationError: there is none, it is damaged, or it is of another model or kind of optimizer; names
+                `path`. The same on every rank. Nothing was changed, unless damage came to light while it was read.
         """
         progress = load_checkpoint(self._training_state(), Path(path))
         self.steps, self.skipped_steps = progress.steps, progress.skipped_steps
@@ -296,6 +325,15 @@ class Trainer:
         self._stage.close()
         unwrap(self.module.modules())
         self._ranks.close()
+
+    @contextmanager
+    def _reading_state_dict(self) -> Iterator[None]:
+        """Inside, the module's state dict may be asked for its names at stage 3 too."""
+        self._may_read_state_dict = True
+        try:
+            yield
+        finally:
+            self._may_read_state_dict = self.config.zero_stage < 3
 
     def _training_state(self) -> TrainingState:
         return TrainingState(self.module, self._stage, self._update, self._ranks)

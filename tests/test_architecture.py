@@ -111,8 +111,8 @@ def test_the_library_names_in_the_layers_are_declared_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [*project["dependencies"], *project["optional-dependencies"]["huggingface"]]
     names = {re.split(r"[\[<>=!~ ]", line)[0].lower().replace("-", "_") for line in declared}
-    # What comes with a declared one: starlette with fastapi, markupsafe with jinja2, safetensors with transformers.
-    names |= {"yaml", "starlette", "markupsafe", "safetensors"}
+    # What comes with a declared one: starlette with fastapi, markupsafe with jinja2.
+    names |= {"yaml", "starlette", "markupsafe"}
     used = {library for layer in LAYERS for library in layer.libraries}
     assert used <= names
 
