@@ -3,6 +3,7 @@
 # make test    set up all that the tests need and run them (ARGS="tests/engine -x": part of them)
 # make check   linters, types, architecture rules
 # make bench-engine   the engine beside DDP, FSDP2 and DeepSpeed (JSON=FILE: results as data too; ARGS=--help: options)
+# make bench-NAME     one of zero_memory, communication, overhead, checkpointing, gpu (JSON and ARGS as above)
 # make clean   remove .venv, .venv-peers and caches; keeps data/
 
 SHELL := /bin/bash
@@ -41,7 +42,10 @@ check: setup
 bench-engine: setup .venv-peers/.complete
 	@.venv-peers/bin/python -m benchmarks.peers $(if $(JSON),--json "$(JSON)") $(ARGS)
 
-.venv-peers/.complete: constraints.txt .ci/peers benchmarks/peers/heap_counter.c | .venv/.complete
+bench-%: setup
+	@$(BIN)/python -m benchmarks.$* $(if $(JSON),--json "$(JSON)") $(ARGS)
+
+.venv-peers/.complete: pyproject.toml constraints.txt .ci/peers benchmarks/peers/heap_counter.c | .venv/.complete
 	@.ci/peers
 	@touch $@
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.zero_memory [--json FILE]
 
-Real ranks train a GPT for two steps at every stage and precision. Held are the bytes of distinct storages, of the rank
-that holds most: parameters; gradients, the most at once between two steps; optimizer states with fp32 masters. Allowed
-are the table's bytes and 3 % for padding, and for gradients two buckets, which are whole while they are reduced.
-Ends with 1 where more is held. With ENGINE_SOCKETS=1 the ranks do as those of several hosts, and share no memory.
+Real ranks train a GPT for two steps at every stage and precision. Held is what the trainer counts, padding included,
+of the rank that holds most: parameters; gradients, the most at once between two steps; optimizer states with fp32
+masters. Allowed are the table's bytes and 3 % for padding, and for gradients two buckets, which are whole while they
+are reduced. Ends with 1 where more is held. With ENGINE_SOCKETS=1 the ranks do as those of several hosts, and share no
+memory.
 """
 
 import sys
