@@ -120,17 +120,16 @@ class LiveEngine:
                 try:
                     answers[rank] = channel.recv()
                 except (EOFError, ConnectionResetError):
-                    raise self._failed(rank, "ended") from None
+                    raise self._failed(rank, f"ended with status {self._processes[rank].wait()}") from None
         return [answers[rank] for rank in sorted(answers)]
 
     def _failed(self, rank: int, how: str) -> EngineFailedError:
         for process in self._processes:
             process.kill()
         self.close()
-        log = self._logs[rank]
-        lines = log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        return EngineFailedError(f"rank {rank} {how}; {(errors or lines or ['its log is empty'])[-1]} ({log})")
+        lines = self._logs[rank].read_text(errors="replace").splitlines()
+        errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)]
+        return EngineFailedError(": ".join([f"rank {rank} {how}", *errors[-1:]]) + f" ({self._logs[rank]})")
 
     def _joined(self, ranks: Sequence[RankReady]) -> Ready:
         self._segments = {segment for rank in ranks for segment in rank.segments}
