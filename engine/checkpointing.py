@@ -95,7 +95,12 @@ def _checkpointed(forward: Forward, **options: Any) -> Forward:
     def run(*inputs: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **keywords)
-        return checkpoint(forward, *inputs, use_reentrant=False, **options, **keywords)
+
+        def again(*values: Any) -> Any:
+            return forward(*values[:len(inputs)], **dict(zip(keywords, values[len(inputs):], strict=True)))
+
+        # All by position: checkpoint takes keywords for itself, and keeps only what comes by position as autograd does.
+        return checkpoint(again, *inputs, *keywords.values(), use_reentrant=False, **options)
 
     return run
 
