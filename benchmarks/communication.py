@@ -21,19 +21,13 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from benchmarks import report
-from benchmarks.ranks import on_ranks
-from engine import OptimizerConfig, TrainConfig
+from benchmarks.ranks import on_ranks, training_loop
 from engine.collectives import SOCKETS
-from engine.loop import TrainingLoop
-from engine.ranks import RankContext
-from engine.spec import GptSpec
-from engine.tasks.build import build_task
+from engine.config import TrainConfig
 
-MODEL = GptSpec(kind="gpt", layers=12, hidden=128, heads=4, vocab=512, sequence_length=32)
 BUCKET = 200_000
 RANKS = (2, 3, 4)
 STAGES = (0, 1, 2, 3)
@@ -61,12 +55,11 @@ class Sent(NamedTuple):
 
 def measure(private_network: bool) -> tuple[dict[tuple[int, int], Sent], int]:
     """On one rank: what it sent by stage and accumulation; the bytes of the parameters."""
-    context = RankContext(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu"))
     sent, parameter_bytes = {}, 0
     for stage, accumulation in product(STAGES, ACCUMULATION):
         config = TrainConfig(zero_stage=stage, gradient_accumulation_steps=accumulation, reduce_bucket_size=BUCKET,
                              allgather_bucket_size=BUCKET)
-        loop = TrainingLoop(build_task(MODEL), config, OptimizerConfig(), seed=0, context=context)
+        loop = training_loop(config)
         loop.step(0)  # connects, and at stage 3 agrees on the order of reductions
         before, bytes_before = loop.trainer.collective_counts, loop.trainer.communicated_bytes
         loopback = _loopback_bytes() if private_network else 0

@@ -1,4 +1,4 @@
-"""A function on several ranks: fresh processes, one thread each, in a gloo group of their own."""
+"""A function on several ranks: fresh processes, one thread each, in a gloo group of their own; and what they train."""
 
 import os
 import pickle
@@ -11,6 +11,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
+
+from engine.config import OptimizerConfig, TrainConfig
+from engine.loop import TrainingLoop
+from engine.ranks import RankContext
+from engine.spec import GptSpec
+from engine.tasks.build import build_task
+
+MODEL = GptSpec(kind="gpt", layers=12, hidden=128, heads=4, vocab=512, sequence_length=32)
+"""2.4 million parameters in tensors of at most 65,536."""
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -28,6 +37,12 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         spawn(_rank, (world_size, folder, function, arguments), nprocs=world_size)  # type: ignore[no-untyped-call]
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+def training_loop(config: TrainConfig) -> TrainingLoop:
+    """The small GPT with AdamW under the engine, on this rank."""
+    context = RankContext(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu"))
+    return TrainingLoop(build_task(MODEL), config, OptimizerConfig(), seed=0, context=context)
 
 
 def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -13,21 +13,13 @@ import sys
 from dataclasses import dataclass
 from itertools import product
 
-import torch
-import torch.distributed as dist
-
 from benchmarks import report
-from benchmarks.ranks import on_ranks
-from engine import OptimizerConfig, TrainConfig
-from engine.loop import TrainingLoop
-from engine.ranks import RankContext
-from engine.spec import GptSpec
-from engine.tasks.build import build_task
+from benchmarks.ranks import on_ranks, training_loop
+from engine.config import TrainConfig
 from engine.values import BYTES_PER_ELEMENT, Precision
 
-MODEL = GptSpec(kind="gpt", layers=12, hidden=128, heads=4, vocab=512, sequence_length=32)
 BUCKET = 50_000
-"""Elements; the largest parameter, which a bucket is never smaller than, has 65,536."""
+"""Elements; a bucket is never smaller than the largest parameter."""
 
 RANKS = (1, 2, 3, 4)
 STAGES = (0, 1, 2, 3)
@@ -72,11 +64,9 @@ def over(held: States, limit: States) -> str:
 
 def measure() -> tuple[dict[tuple[Precision, int], States], int, int]:
     """On one rank: what it holds by precision and stage; the model's parameters, and its largest one."""
-    context = RankContext(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu"))
     held, sizes = {}, [0]
     for precision, stage in product(PRECISIONS, STAGES):
-        config = TrainConfig(zero_stage=stage, precision=precision, reduce_bucket_size=BUCKET)
-        loop = TrainingLoop(build_task(MODEL), config, OptimizerConfig(), seed=0, context=context)
+        loop = training_loop(TrainConfig(zero_stage=stage, precision=precision, reduce_bucket_size=BUCKET))
         for step in range(2):
             loop.step(step)
         bytes_ = loop.trainer.state_bytes()
