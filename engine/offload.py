@@ -55,7 +55,10 @@ class Transfers(Protocol):
         """
 
     def store(self, source: Tensor, destination: Tensor) -> None:
-        """Copy a host tensor to a device tensor, converted; the device's current stream sees it afterwards."""
+        """Copy a host tensor to a device tensor, converted; the device's current stream sees it afterwards.
+
+        Where parameters are offloaded too, the destination is on the host.
+        """
 
 
 def make_transfers(device: torch.device, host: HostMemory, *, buffers: int) -> Transfers:
@@ -102,6 +105,9 @@ class StreamedTransfers:
         return wait
 
     def store(self, source: Tensor, destination: Tensor) -> None:
+        if destination.device.type != self._device.type:
+            destination.copy_(source)
+            return
         buffer = self._next(self._outgoing)
         buffer.wait()
         staged = buffer.of(source.numel(), destination.dtype, self._host)
@@ -129,6 +135,7 @@ class _Buffer:
         needed = numel * dtype.itemsize
         if self._bytes.numel() < needed:
             host.bytes -= self._bytes.numel()
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is taken
             self._bytes = host.empty(needed, torch.uint8)
         return self._bytes[:needed].view(dtype)
 
