@@ -1,7 +1,7 @@
 """Stock optimizers by name, the user's own by factory, and the check that they can be sharded."""
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -82,36 +82,66 @@ def _stock(config: OptimizerConfig, parameters: Sequence[nn.Parameter], *, fused
 
 
 def _require_element_wise(optimizer: torch.optim.Optimizer) -> None:
-    name = type(optimizer).__name__
     reason = next((_REFUSED[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in _REFUSED), None)
-    if reason is None and not is_stock(optimizer) and not _steps_slices_alike(optimizer):
-        reason = "it does not update a flat slice of a parameter as it updates the whole"
+    if reason is None and any(group.get("differentiable") for group in optimizer.param_groups):
+        reason = "its option differentiable asks for updates that are part of a graph, and a slice is part of none"
+    if reason is None and not is_stock(optimizer):
+        reasons = (_reason_of_example(optimizer, group) for group in optimizer.param_groups)
+        reason = next((found for found in reasons if found is not None), None)
     if reason is not None:
-        raise ConfigurationError(f"optimizer {name} cannot be sharded: {reason}; use an element-wise one, "
-                                 "such as AdamW", fields=("optimizer",))
+        raise ConfigurationError(f"optimizer {type(optimizer).__name__} cannot be sharded: {reason}; use an "
+                                 "element-wise one, such as AdamW", fields=("optimizer",))
 
 
-def _steps_slices_alike(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether two flat halves of a matrix are updated as the matrix is, tried on an example."""
-    values, gradient = torch.linspace(-1, 1, 24), torch.linspace(2, -1, 24).sin()
+def _reason_of_example(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
+    """Why not, from trying whether two flat slices of a matrix, of unequal size, are updated as the matrix is."""
+    values = torch.linspace(-1.0, 2.0, 24)
+    gradients = [torch.sin(values * frequency + 1) * 3 for frequency in (2, 5, 11)]
     try:
-        whole = _example_step(optimizer, [values.view(4, 6)], [gradient.view(4, 6)])
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError):
-        return True  # needs more than a parameter and a gradient: nothing to tell it by
+        whole = _example_steps(optimizer, group, [values.view(4, 6)], [[each.view(4, 6)] for each in gradients])
+    except _STEP_ERRORS as error:
+        return f"it cannot step with a parameter and its gradient alone ({type(error).__name__}: {error})"
     try:
-        halves = _example_step(optimizer, [*values.view(2, 12)], [*gradient.view(2, 12)])
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError, IndexError):
-        return False
-    return torch.allclose(whole, halves, rtol=1e-5, atol=1e-7)
+        slices = _example_steps(optimizer, group, (values[:7], values[7:]),
+                                [(each[:7], each[7:]) for each in gradients])
+    except _STEP_ERRORS:
+        slices = None
+    if slices is None or not torch.allclose(whole, slices, rtol=1e-5, atol=1e-7, equal_nan=True):
+        return "it does not update a flat slice of a parameter as it updates the whole"
+    return None
 
 
-def _example_step(optimizer: torch.optim.Optimizer, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    example = copy.copy(optimizer)
-    example.state = defaultdict(dict)
+_STEP_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
+"""What code that expects something else raises."""
+
+
+def _example_steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], values: Sequence[Tensor],
+                   gradients: Sequence[Sequence[Tensor]]) -> Tensor:
+    """All values after a step with each of the gradients, by an optimizer like this with a group like this."""
+    own = {id(parameter): parameter for each in optimizer.param_groups for parameter in each["params"]}
+    own |= {id(value): value for state in optimizer.state.values() for value in state.values()}
     parameters = [nn.Parameter(value.clone()) for value in values]
-    example.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
-    for _ in range(2):
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+    example = object.__new__(type(optimizer))  # a copy would lack what a subclass keeps beside states and groups
+    example.__dict__.update({name: copy.deepcopy(value, dict(own)) for name, value in vars(optimizer).items()
+                             if name not in ("state", "param_groups", "step") and not name.endswith("_hooks")})
+    example._optimizer_step_pre_hooks, example._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    # A rate of its own: of a tiny one, or of 0 as at the start of a schedule, nothing could be seen.
+    other = {name: value for name, value in {"lr": 0.1, "capturable": False}.items() if name in group}
+    example.param_groups = [{**group, "params": parameters, **other}]
+    example.state = defaultdict(dict)
+    model = next((parameter for parameter in group["params"] if parameter.dim() and parameter.numel()), None)
+    if model is not None and model in optimizer.state:
+        example.state.update((parameter, _state_like(optimizer.state[model], parameter, of=model))
+                             for parameter in parameters)
+    for each in gradients:
+        for parameter, gradient in zip(parameters, each, strict=True):
             parameter.grad = gradient.clone()
-        example.step()
+        type(optimizer).step(example)
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def _state_like(state: dict[str, Any], parameter: Tensor, *, of: Tensor) -> dict[str, Any]:
+    """What an optimizer made for a parameter on construction, for another parameter."""
+    return {name: torch.full_like(parameter, value.flatten()[0].item(), requires_grad=False)
+            if isinstance(value, Tensor) and value.shape == of.shape else copy.deepcopy(value)
+            for name, value in state.items()}
