@@ -17,7 +17,17 @@ from engine import ConfigurationError, OptimizerConfig, TrainConfig
 from engine.flat_shard import PIECE
 from engine.process import reset_peak_resident, resident_memory
 from engine.trainer import Trainer
-from tests.engine.training import FEATURES, Awkward, RanksOf, Setup, Weights, perceptron, run_step, start
+from tests.engine.training import (
+    FEATURES,
+    Awkward,
+    RanksOf,
+    Setup,
+    Weights,
+    over_shared_memory,
+    perceptron,
+    run_step,
+    start,
+)
 from tests.support.ranks import RankError
 
 ZERO2 = Setup(perceptron, TrainConfig(zero_stage=2, reduce_bucket_size=100))
@@ -96,6 +106,7 @@ def _save_and_die(setup: Setup, path: Path, moment: int) -> list[str]:
     return changes
 
 
+@over_shared_memory  # one rank sends nothing
 def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(ranks: RanksOf, tmp_path: Path) -> None:
     first, second = (ranks(1).run(_save, ZERO2, tmp_path / name, steps)[0] for name, steps in (("a", 1), ("b", 2)))
     found: list[int] = []

@@ -15,6 +15,7 @@ from engine.trainer import initialize
 from tests.engine.training import (
     FEATURES,
     Awkward,
+    Optimizer,
     RanksOf,
     Setup,
     Weights,
@@ -183,24 +184,33 @@ def _decayed(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": every[:1], "lr": 0.5}, {"params": every[1:]}], lr=0.25)
 
 
-def _rates(path: Path, save: bool) -> list[float]:
-    trainer = start(Setup(perceptron, TrainConfig(zero_stage=1), _decayed))
+def _decayed_by_tensors(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    every = list(parameters)
+    return torch.optim.AdamW([{"params": every[:1], "lr": torch.tensor(0.5)}, {"params": every[1:]}],
+                             lr=torch.tensor(0.25))
+
+
+def _rates(optimizer: Optimizer, path: Path, save: bool) -> list[float]:
+    trainer = start(Setup(perceptron, TrainConfig(zero_stage=1), optimizer))
+    kinds = [type(group["lr"]) for group in trainer.optimizer.param_groups]
     if save:
         for group in trainer.optimizer.param_groups:
             group["lr"] /= 4
         trainer.save_checkpoint(path)
     else:
         trainer.load_checkpoint(path)
-    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    rates = [float(group["lr"]) for group in trainer.optimizer.param_groups]
+    assert [type(group["lr"]) for group in trainer.optimizer.param_groups] == kinds
     betas = {type(group["betas"]) for group in trainer.optimizer.param_groups}
     assert betas == {tuple}
     trainer.close()
     return rates
 
 
-def test_learning_rates_are_restored(ranks: RanksOf, tmp_path: Path) -> None:
-    assert ranks(2).run(_rates, tmp_path / "c", True)[0] == [0.125, 0.0625]
-    assert ranks(2).run(_rates, tmp_path / "c", False)[1] == [0.125, 0.0625]
+@pytest.mark.parametrize("optimizer", [_decayed, _decayed_by_tensors])
+def test_learning_rates_are_restored(ranks: RanksOf, tmp_path: Path, optimizer: Optimizer) -> None:
+    assert ranks(2).run(_rates, optimizer, tmp_path / "c", True)[0] == [0.125, 0.0625]
+    assert ranks(2).run(_rates, optimizer, tmp_path / "c", False)[1] == [0.125, 0.0625]
 
 
 def _resume_in_the_middle_of_a_step(setup: Setup, path: Path) -> list[Weights]:
@@ -224,6 +234,44 @@ def test_loading_drops_gradients_that_no_step_has_used(ranks: RanksOf, tmp_path:
     ranks(2).run(_save_after, setup, 1, tmp_path / "c")
     for plain, interrupted in ranks(2).run(_resume_in_the_middle_of_a_step, setup, tmp_path / "c"):
         assert all(torch.equal(plain[name], interrupted[name]) for name in plain)
+
+
+def _start_over(setup: Setup, path: Path) -> list[Weights]:
+    """A checkpoint from before the first step, loaded after two; and the steps from there on."""
+    trainer = start(setup)
+    trainer.save_checkpoint(path)
+    for step in (3, 4):
+        run_step(trainer, step)
+    trainer.load_checkpoint(path)
+    history = []
+    for step in range(setup.steps):
+        run_step(trainer, step)
+        history.append(trainer.consolidated_state_dict())
+    trainer.close()
+    return history
+
+
+@stages
+def test_a_checkpoint_without_states_leaves_none_behind(ranks: RanksOf, tmp_path: Path, stage: int) -> None:
+    setup = Setup(Awkward, TrainConfig(zero_stage=stage, offload_optimizer_ratio=0.4), steps=2)
+    histories = ranks(2).run(_start_over, setup, tmp_path / "c")
+    assert_same_weights(histories, ranks(2).run(train, setup)[0], atol=0, rtol=0)
+
+
+def _buffers_after_loading(path: Path) -> float:
+    """Of ranks that each had a value of their own when they saved."""
+    trainer = start(Setup(Awkward))
+    shift = dict(trainer.module.named_buffers())["shift"]
+    shift.fill_(5 + trainer.rank)
+    trainer.save_checkpoint(path)
+    shift.zero_()
+    trainer.load_checkpoint(path)
+    trainer.close()
+    return float(shift.mean())
+
+
+def test_the_first_ranks_buffers_are_saved(ranks: RanksOf, tmp_path: Path) -> None:
+    assert ranks(3).run(_buffers_after_loading, tmp_path / "c") == [5, 5, 5]
 
 
 @stages
