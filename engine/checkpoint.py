@@ -85,11 +85,16 @@ def save_checkpoint(state: TrainingState, progress: Progress, path: Path) -> Non
     together(ranks, lambda: _make_room(path, new) if is_first else None)
     entries = {**_parameter_entries(state), **(_buffer_entries(state) if is_first else {})}
     numbers = _add_optimizer_states(state, entries)
-    with _errors_of_torch(f"path: {path} cannot be written"):
-        save(entries, storage_writer=FileSystemWriter(new), planner=FlatSavePlanner(), process_group=ranks.group,
-             no_dist=ranks.group is None)
-    every_rank = ranks.gather_objects(numbers)
-    together(ranks, lambda: _complete(state, progress, every_rank, new=new, path=path) if is_first else None)
+    try:
+        with _errors_of_torch(f"path: {path} cannot be written"):
+            save(entries, storage_writer=FileSystemWriter(new), planner=FlatSavePlanner(), process_group=ranks.group,
+                 no_dist=ranks.group is None)
+        every_rank = ranks.gather_objects(numbers)
+        together(ranks, lambda: _complete(state, progress, every_rank, new=new, path=path) if is_first else None)
+    except ConfigurationError:
+        if is_first:
+            shutil.rmtree(new, ignore_errors=True)  # a full disk is not to stay so for its sake
+        raise
 
 
 @torch.no_grad()
@@ -300,9 +305,12 @@ def _read(state: TrainingState, path: Path) -> tuple[Manifest, Metadata]:
     if _digest(path) != manifest.metadata_digest:
         raise ConfigurationError(f"path: {path / _METADATA} is damaged", fields=("path",))
     metadata = FileSystemReader(path).read_metadata()
+    sizes: dict[Path, int] = {}
     for info in metadata.storage_data.values():
         file = path / info.relative_path
-        if not file.exists() or file.stat().st_size < info.offset + info.length:
+        sizes[file] = max(sizes.get(file, 0), info.offset + info.length)
+    for file, size in sizes.items():
+        if not file.exists() or file.stat().st_size < size:
             raise ConfigurationError(f"path: {file} is missing or cut short", fields=("path",))
     _require_same_model(_shapes(state), manifest.shapes, path)
     _require_same_optimizer(state.update.optimizer, manifest, path)

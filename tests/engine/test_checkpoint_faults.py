@@ -1,6 +1,7 @@
 """Checkpoints when things go wrong: killed saves, damaged files, strange paths, other models; and memory of loading."""
 
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -126,6 +127,37 @@ def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(ranks: RanksOf, t
     assert found == sorted(found)
     renames = [number for number, event in enumerate(changes) if event == "os.rename"]
     assert found.index(2) == renames[-1] + 1  # from the moment that the new directory has the name
+
+
+def _save_on_a_full_disk(path: Path) -> str:
+    """As far as a limit on the size of one rank's files goes."""
+    trainer = start(ZERO2)
+    trainer.load_checkpoint(path)
+    run_step(trainer, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if trainer.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(ConfigurationError, match="File too large") as caught:
+            trainer.save_checkpoint(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    run_step(trainer, 2)
+    trainer.close()
+    return str(caught.value)
+
+
+def test_a_save_that_cannot_be_written_is_told_on_every_rank(ranks: RanksOf, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    weights = ranks(2).run(_save, ZERO2, path, 1)[0]
+    told = ranks(2).run(_save_on_a_full_disk, path)
+    assert told[0] == told[1]
+    assert "rank 1" in told[0]
+    steps, found = ranks(2).run(_loaded, ZERO2, path)[0]
+    assert steps == 1
+    assert _same(found, weights)
+    assert os.listdir(tmp_path) == ["checkpoint"]
 
 
 def test_ranks_are_told_when_another_is_killed_while_saving(ranks: RanksOf, tmp_path: Path) -> None:
