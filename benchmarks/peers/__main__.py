@@ -1,9 +1,9 @@
 """Compare the engine with its peers, on this machine: `make bench-engine`, or this module in the peers' environment.
 
 All engines of a group are alive and take turns, so that all see the same machine; ratios to DDP are paired inside each
-round. Time is of whole optimizer steps, one thread a rank; memory is a rank's heap, counted exactly, with its even
-share of the memory that ranks share. The allocator is glibc's with its own settings. The exit status is 0 if every
-engine ran and its losses are those they should be.
+round. Time is of whole optimizer steps, one thread a rank, with glibc's allocator as it is. Memory is the most that a
+rank's heap and its even share of the memory that ranks share have been together, in steps taken before the clock is on.
+The exit status is 0 if every engine ran and its losses are those they should be.
 """
 
 import argparse

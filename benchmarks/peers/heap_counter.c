@@ -1,4 +1,4 @@
-/* Counts a process's heap, preloaded in front of glibc's allocator: bytes live now, and the most since the last reset.
+/* Counts a process's heap, preloaded in front of glibc's allocator: bytes live now, and the most since last asked.
  *
  * Every CPU tensor comes from posix_memalign; gloo's, oneDNN's and NumPy's scratch from malloc. Unlike resident memory
  * the count holds no freed pages that the allocator keeps, and no page cache. Blocks under 4 KiB are left out: Python
@@ -57,5 +57,4 @@ void *realloc(void *old, size_t size) {
 }
 
 long heap_live_bytes(void) { return atomic_load(&live); }
-long heap_peak_bytes(void) { return atomic_load(&peak); }
-void heap_reset_peak(void) { atomic_store(&peak, atomic_load(&live)); }
+long heap_take_peak_bytes(void) { return atomic_exchange(&peak, atomic_load(&live)); }

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.memory import shared_bytes
+from benchmarks.peers.memory import join_peaks
 from benchmarks.peers.plan import RANKS, REFERENCE, Scenario
 from benchmarks.peers.values import Job, RankReady, RankTurn, Ready, Segment, Turn
 
@@ -135,8 +135,7 @@ class LiveEngine:
         self._segments = {segment for rank in ranks for segment in rank.segments}
         losses_of_ranks = zip(*(rank.losses for rank in ranks), strict=True)
         return Ready(losses=tuple(sum(losses) / len(ranks) for losses in losses_of_ranks),
-                     heap_peak_bytes=max(rank.heap_peak_bytes for rank in ranks),
-                     shared_bytes=shared_bytes([rank.segments for rank in ranks]) // len(ranks))
+                     peaks=join_peaks(ranks))
 
 
 def _free_port() -> int:

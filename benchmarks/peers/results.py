@@ -45,9 +45,8 @@ class EngineResult:
         cpu_ratio: of processor seconds, median over rounds.
         step_seconds: median over all steps.
         foreign_cores: that others kept busy in this engine's turns, median.
-        peak_bytes: of a rank, the sum of the next two.
-        heap_peak_bytes: of the rank that needs most.
-        shared_bytes: an even share of the memory that ranks share.
+        peak_bytes: most that a rank holds at one time, heap and its even share of what ranks share together.
+        heap_peak_bytes, shared_peak_bytes: most of either, which need not be at that time.
         loss_difference: the largest from the losses that it is held against.
         agrees: whether that is within the tolerance.
         why_different: the reason of a disagreement that is known.
@@ -64,7 +63,7 @@ class EngineResult:
     peak_ratio: float
     peak_bytes: int
     heap_peak_bytes: int
-    shared_bytes: int
+    shared_peak_bytes: int
     losses: tuple[float, ...]
     loss_difference: float
     agrees: bool
@@ -95,6 +94,7 @@ def compare(name: str, measured: Measured, base: Measured, *, scenario: Scenario
     ratios = [_median_step(turn) / _median_step(other) for turn, other in rounds]
     quiet = [ratio for ratio, turns in zip(ratios, rounds, strict=True)
              if max(turn.foreign_cores for turn in turns) < QUIET_FOREIGN_CORES]
+    peaks = measured.ready.peaks
     differences = [abs(loss - other) for loss, other in zip(measured.ready.losses, expected, strict=True)]
     return EngineResult(
         name=name,
@@ -105,10 +105,10 @@ def compare(name: str, measured: Measured, base: Measured, *, scenario: Scenario
         cpu_ratio=statistics.median(turn.cpu_seconds / other.cpu_seconds for turn, other in rounds),
         step_seconds=statistics.median(seconds for turn in measured.turns for seconds in turn.step_seconds),
         foreign_cores=statistics.median(turn.foreign_cores for turn in measured.turns),
-        peak_ratio=measured.ready.peak_bytes / base.ready.peak_bytes,
-        peak_bytes=measured.ready.peak_bytes,
-        heap_peak_bytes=measured.ready.heap_peak_bytes,
-        shared_bytes=measured.ready.shared_bytes,
+        peak_ratio=peaks.together_bytes / base.ready.peaks.together_bytes,
+        peak_bytes=peaks.together_bytes,
+        heap_peak_bytes=peaks.heap_bytes,
+        shared_peak_bytes=peaks.shared_bytes,
         losses=measured.ready.losses,
         loss_difference=max(differences),
         agrees=all(difference <= TOLERANCES[scenario.precision] for difference in differences),

@@ -43,7 +43,7 @@ def _detail_row(label: str, outcome: Outcome) -> tuple[str, ...]:
     quiet = "-" if outcome.quiet_time_ratio is None else f"{outcome.quiet_time_ratio:.3f}"
     return (label, _time(outcome, digits=3), f"{quiet} ({outcome.quiet_rounds})", f"{outcome.cpu_ratio:.3f}",
             f"{outcome.step_seconds:.3f}", f"{outcome.peak_ratio:.3f}", f"{outcome.peak_bytes / _MIB:.1f}",
-            f"{outcome.heap_peak_bytes / _MIB:.1f}", f"{outcome.shared_bytes / _MIB:.1f}",
+            f"{outcome.heap_peak_bytes / _MIB:.1f}", f"{outcome.shared_peak_bytes / _MIB:.1f}",
             f"{outcome.foreign_cores:.2f}", f"{outcome.losses[-1]:.6f}", f"{outcome.loss_difference:.1e}",
             "" if outcome.agrees else _disagreement(outcome))
 

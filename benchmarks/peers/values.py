@@ -15,22 +15,47 @@ class Job:
     world_size: int
 
 
+Key = tuple[str, int]
+"""Device and inode of a file, the same in every process."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Segment:
     """Shared memory that one process maps.
 
     Attributes:
-        key: (device, inode) of the file behind it, the same in every process.
+        key: of the file behind it.
         path: as the kernel names it.
         proportional_bytes: resident pages, each divided by the number of mappings that show it: summed over all
             processes that map the segment, every resident page counts once.
-        allocated_bytes: pages that the file holds, mapped or not; 0 where the system does not tell.
+        is_open: whether the process also has the file open.
     """
 
-    key: tuple[str, int]
+    key: Key
     path: str
     proportional_bytes: int
-    allocated_bytes: int = 0
+    is_open: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPeaks:
+    """The most that a rank has held at one time.
+
+    Attributes:
+        heap_bytes: of the heap.
+        shared_bytes: of its even share of the memory that ranks share.
+        together_bytes: of both at once, which is no more than the sum of the others.
+    """
+
+    heap_bytes: int = 0
+    shared_bytes: int = 0
+    together_bytes: int = 0
+
+    def with_interval(self, *, heap_bytes: int, shared_bytes: int) -> "MemoryPeaks":
+        """With a further stretch of time, in which these were the most."""
+        return MemoryPeaks(heap_bytes=max(self.heap_bytes, heap_bytes),
+                           shared_bytes=max(self.shared_bytes, shared_bytes),
+                           together_bytes=max(self.together_bytes, heap_bytes + shared_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +64,12 @@ class RankReady:
 
     Attributes:
         losses: this rank's mean loss in each of them.
-        heap_peak_bytes: most heap bytes held in those after the warm-up, less those held before the engine was set up.
-        segments: shared memory mapped since this process began to connect to the others.
+        peaks: in those after the warm-up, above what was there before the engine was set up.
+        segments: shared memory mapped after them, and not before this process began to connect to the others.
     """
 
     losses: tuple[float, ...]
-    heap_peak_bytes: int
+    peaks: MemoryPeaks
     segments: tuple[Segment, ...]
 
 
@@ -62,18 +87,11 @@ class Ready:
 
     Attributes:
         losses: of the global batch, step by step.
-        heap_peak_bytes: of the rank that needs most.
-        shared_bytes: an even share of all memory that the ranks share.
+        peaks: each of the rank that needs most.
     """
 
     losses: tuple[float, ...]
-    heap_peak_bytes: int
-    shared_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """What one rank takes at most."""
-        return self.heap_peak_bytes + self.shared_bytes
+    peaks: MemoryPeaks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.peers.adapters import ADAPTERS
-from benchmarks.peers.memory import HeapCounter, shared_segments
+from benchmarks.peers.memory import HeapCounter, MemoryWatch, mapped_segments, open_files_in_memory
 from benchmarks.peers.plan import EQUAL_STEPS, RANKS, REFERENCE, WARM_UP_STEPS, Scenario
-from benchmarks.peers.values import Job, RankReady, RankTurn, Segment
+from benchmarks.peers.values import Job, Key, RankReady, RankTurn, Segment
 from engine.spec import GptSpec
 from engine.tasks.base import Batch
 from engine.tasks.gpt import GptTask
@@ -31,27 +32,27 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self._task = make_task(job.scenario)
         self._adapter = ADAPTERS[job.adapter](job, self._task)
+        self._ranks = job.world_size
         self._batches = [self._make_batches(job, step) for step in range(EQUAL_STEPS)]
         self._steps = 0
 
     def start(self) -> RankReady:
         """Set the engine up and take the equal steps."""
-        known = {segment.key for segment in shared_segments()}
+        known = frozenset((*open_files_in_memory(), *(segment.key for segment in mapped_segments())))
         self._adapter.connect()
         _touch_kernels()
         heap = HeapCounter()
         _barrier()
-        base = heap.live_bytes()
+        watch = MemoryWatch(heap, base_bytes=heap.live_bytes(), ranks=self._ranks, known=known)
         torch.manual_seed(0)
         self._adapter.set_up()
         losses = []
         for step in range(EQUAL_STEPS):
             _barrier()
             if step == WARM_UP_STEPS:
-                heap.reset_peak()
+                watch.start()
             losses.append(self._step())
-        return RankReady(losses=tuple(losses), heap_peak_bytes=heap.peak_bytes() - base,
-                         segments=self._new_segments(known))
+        return RankReady(losses=tuple(losses), peaks=watch.stop(), segments=self._new_segments(known))
 
     def turn(self, steps: int) -> RankTurn:
         """Take some steps by the clock."""
@@ -79,12 +80,13 @@ class Worker:
         return [self._task.batch(indices) for rank in ranks for indices in job.scenario.samples(step, rank)]
 
     @staticmethod
-    def _new_segments(known: set[tuple[str, int]]) -> tuple[Segment, ...]:
+    def _new_segments(known: frozenset[Key]) -> tuple[Segment, ...]:
         """Shared memory mapped by now and not before; read while no rank trains or leaves."""
         _barrier()
-        segments = tuple(segment for segment in shared_segments() if segment.key not in known)
+        files = open_files_in_memory()
+        segments = [segment for segment in mapped_segments() if segment.key not in known]
         _barrier()
-        return segments
+        return tuple(replace(segment, is_open=segment.key in files) for segment in segments)
 
 
 def make_task(scenario: Scenario) -> GptTask:

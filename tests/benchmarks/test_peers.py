@@ -1,15 +1,18 @@
 """The pure parts of the comparison with the engine's peers."""
 
+import mmap
+import os
+import tempfile
 from typing import Any
 
 import pytest
 
 from benchmarks.peers.adapters import ADAPTERS
-from benchmarks.peers.memory import parse_smaps, shared_bytes
+from benchmarks.peers.memory import join_peaks, mapped_segments, open_files_in_memory, parse_smaps
 from benchmarks.peers.plan import BASE, ENGINES, MAX_LIVE, REFERENCE, SCENARIOS, groups
 from benchmarks.peers.results import EngineResult, Measured, Quartiles, compare, turn_order
 from benchmarks.peers.table import detail, summary
-from benchmarks.peers.values import Ready, Segment, Turn
+from benchmarks.peers.values import MemoryPeaks, RankReady, Ready, Segment, Turn
 
 FP32, BF16 = SCENARIOS["fp32"], SCENARIOS["bf16"]
 LOSSES = (9.0, 8.5)
@@ -34,12 +37,19 @@ Pss:                 512 kB
 """
 
 
-def measured(*rounds: tuple[float, ...], foreign: tuple[float, ...] = (), peak: int = 100 * MIB,
-             shared: int = 0, losses: tuple[float, ...] = LOSSES) -> Measured:
+def peaks(heap: int, shared: int = 0, together: int | None = None) -> MemoryPeaks:
+    return MemoryPeaks(heap_bytes=heap, shared_bytes=shared, together_bytes=together or heap + shared)
+
+
+HUNDRED_MIB = peaks(100 * MIB)
+
+
+def measured(*rounds: tuple[float, ...], foreign: tuple[float, ...] = (), memory: MemoryPeaks = HUNDRED_MIB,
+             losses: tuple[float, ...] = LOSSES) -> Measured:
     """Turns of these step times, each second of which is half a second on the processor."""
     others = foreign or (0.0,) * len(rounds)
     return Measured(
-        ready=Ready(losses=losses, heap_peak_bytes=peak - shared, shared_bytes=shared),
+        ready=Ready(losses=losses, peaks=memory),
         turns=[Turn(step_seconds=steps, cpu_seconds=sum(steps) / 2, foreign_cores=cores)
                for steps, cores in zip(rounds, others, strict=True)])
 
@@ -66,10 +76,17 @@ def test_a_round_is_quiet_only_if_it_was_for_both() -> None:
     assert result(base=measured((1.0,), foreign=(0.5,))).quiet_time_ratio is None
 
 
-def test_the_peak_is_heap_and_share_together() -> None:
-    found = result(own=measured((1.0,), peak=90 * MIB, shared=30 * MIB), base=measured((1.0,), peak=120 * MIB))
-    assert (found.heap_peak_bytes, found.shared_bytes, found.peak_bytes) == (60 * MIB, 30 * MIB, 90 * MIB)
-    assert found.peak_ratio == 0.75
+def test_the_peak_is_of_heap_and_share_together() -> None:
+    found = result(own=measured((1.0,), memory=peaks(60, 40, together=90)), base=measured((1.0,), memory=peaks(120)))
+    assert (found.heap_peak_bytes, found.shared_peak_bytes, found.peak_bytes, found.peak_ratio) == (60, 40, 90, 0.75)
+
+
+def test_peaks_of_heap_and_share_at_different_times_do_not_add_up() -> None:
+    intervals = [(100, 10), (40, 50), (70, 45)]
+    found = MemoryPeaks()
+    for heap, shared in intervals:
+        found = found.with_interval(heap_bytes=heap, shared_bytes=shared)
+    assert found == peaks(100, 50, together=115)
 
 
 @pytest.mark.parametrize(("name", "scenario", "losses", "agrees", "wrong"), [
@@ -121,19 +138,36 @@ def test_shared_memory_is_told_from_private_memory_and_files() -> None:
     assert named == Segment(key=("00:1a", 7), path="/dev/shm/buffer_0", proportional_bytes=4096)
 
 
-def test_a_segment_that_both_ranks_map_counts_once() -> None:
-    def segment(inode: int, proportional: int, allocated: int = 0) -> Segment:
-        return Segment(key=("00:01", inode), path="/dev/shm/x", proportional_bytes=proportional,
-                       allocated_bytes=allocated)
+def test_shared_memory_that_could_not_be_followed_counts_once_and_evenly() -> None:
+    def segment(inode: int, size: int, *, is_open: bool = False) -> Segment:
+        return Segment(key=("00:01", inode), path="/memfd:x", proportional_bytes=size, is_open=is_open)
 
-    # Both map 1, whose resident pages are told half by each; 2 and 3 are one rank's. 3 holds pages that nobody touched.
-    assert shared_bytes([[segment(1, 500), segment(2, 30)], [segment(1, 500), segment(3, 4, 4096)]]) == 5126
-    assert shared_bytes([[], []]) == 0
+    # Half of 1 is told by each; 2 is one rank's; 3 and 4 were followed, 4 by the other rank.
+    ranks = [RankReady(losses=(), peaks=peaks(700, 50, together=720),
+                       segments=(segment(1, 500), segment(2, 30), segment(3, 9, is_open=True), segment(4, 9))),
+             RankReady(losses=(), peaks=peaks(600, 50, together=650),
+                       segments=(segment(1, 500), segment(4, 9, is_open=True)))]
+    assert join_peaks(ranks) == peaks(700, 50 + 515, together=720 + 515)
+
+
+def test_files_in_memory_are_told_by_what_they_hold() -> None:
+    with os.fdopen(os.memfd_create("test"), "wb") as file, tempfile.TemporaryFile() as other:
+        other.write(bytes(MIB))
+        os.ftruncate(file.fileno(), 64 * MIB)
+        file.write(bytes(MIB))
+        file.flush()
+        held = open_files_in_memory()
+        assert [size for (_, inode), size in held.items() if inode == os.fstat(file.fileno()).st_ino] == [MIB]
+        with mmap.mmap(file.fileno(), 0) as mapped:
+            mapped[MIB] = 1
+            (segment,) = (found for found in mapped_segments() if found.key in held and "test" in found.path)
+            assert open_files_in_memory()[segment.key] == MIB + mmap.PAGESIZE
+            assert segment.proportional_bytes == mmap.PAGESIZE
 
 
 def test_the_table_shows_time_and_peak_by_scenario() -> None:
     outcomes = {"fp32": {"ddp": result(BASE, own=measured((1.0,))), "fsdp2": "rank 1 ended",
-                         "engine2": result(own=measured((1.25,), peak=80 * MIB))},
+                         "engine2": result(own=measured((1.25,), memory=peaks(80 * MIB)))},
                 "bf16": {"ddp": result(BASE, own=measured((1.0,)), scenario=BF16),
                          "engine2": result(own=measured((1.0,), losses=(9.0, 8.25)), scenario=BF16)}}
     assert summary([FP32, BF16], outcomes, markdown=True) == "\n".join([
@@ -146,7 +180,7 @@ def test_the_table_shows_time_and_peak_by_scenario() -> None:
 
 
 def test_the_detail_tells_heap_and_shared_apart_and_why_one_failed() -> None:
-    text = detail({"engine2": result(own=measured((1.25,), peak=80 * MIB, shared=20 * MIB)), "fsdp2": "rank 1 ended"})
+    text = detail({"engine2": result(own=measured((1.25,), memory=peaks(60 * MIB, 20 * MIB))), "fsdp2": "rank 1 ended"})
     _, line, failed = text.splitlines()
     assert line.split() == ["engine", "stage", "2", "1.250", "[1.250,", "1.250]", "1.250", "(1)", "1.250", "1.250",
                             "0.800", "80.0", "60.0", "20.0", "0.00", "8.500000", "0.0e+00"]
