@@ -50,19 +50,19 @@ class GradientBuckets:
     Args:
         buckets: trainable ones, in reduction order.
         reduce: starts the reduction of a full local buffer of a bucket.
-        whole_window: local buffers are kept over several micro-batches.
+        stays: gradients stay in the memory that they are collected in until the update, or over micro-batches.
         overlap: reduce while backward goes on; else wait for each bucket at once.
     """
 
     def __init__(self, buckets: Sequence[Bucket], *, ranks: Ranks, reduce: Callable[[Bucket, Tensor], PendingSum],
-                 dtypes: GradientDtypes, whole_window: bool, overlap: bool) -> None:
+                 dtypes: GradientDtypes, stays: bool, overlap: bool) -> None:
         self.states = tuple(BucketGradients(bucket) for bucket in buckets)
         self.peak_bytes = 0
         self._ranks, self._reduce, self._local_dtype = ranks, reduce, dtypes.local
         self._in_flight = IN_FLIGHT if overlap else 1
         self._collects_for_wire = dtypes.local == dtypes.wire
         sizes = [bucket.size * dtypes.wire.itemsize for bucket in buckets]
-        at_once = len(sizes) if whole_window and self._collects_for_wire else self._in_flight + 1
+        at_once = len(sizes) if stays and self._collects_for_wire else self._in_flight + 1
         ranks.reserve(max((sum(sizes[first:first + at_once]) for first in range(len(sizes))), default=0))
         self._queue: deque[tuple[BucketGradients, PendingSum, int]] = deque()
         self._held_bytes = 0
@@ -105,12 +105,12 @@ class GradientBuckets:
         while self._queue:
             self._finish_oldest()
 
-    def take(self, state: BucketGradients) -> Tensor:
-        """The bucket's summed gradient (owned,), which the caller now owns."""
+    def use_up(self, state: BucketGradients) -> None:
+        """The update is done with the bucket's summed gradient."""
         reduced, state.reduced = state.reduced, None
         assert reduced is not None
         self._held_bytes -= reduced.nbytes
-        return reduced
+        self._ranks.discard(reduced)
 
     def discard(self) -> None:
         """Drop everything and start a new window."""
@@ -132,8 +132,9 @@ class GradientBuckets:
 
     def _drop(self) -> None:
         for state in self.states:
-            if state.local is not None:
-                self._ranks.discard(state.local)
+            for gradient in (state.local, state.reduced):
+                if gradient is not None:
+                    self._ranks.discard(gradient)
             state.local, state.reduced = None, None
             state.filled.clear()
         self._held_bytes = 0
@@ -204,6 +205,7 @@ class GradientBuckets:
             state.reduced = summed
         else:
             state.reduced.add_(summed)
+            self._ranks.discard(summed)
 
     def _hold(self, new_bytes: int) -> None:
         self._held_bytes += new_bytes

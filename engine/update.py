@@ -72,6 +72,7 @@ class OwnedUpdate:
                 part.drop_gradients()
                 part.store()
             for index in self._rounds[number]:
+                self._stage.gradients.use_up(self._stage.gradients.states[index])
                 self._stage.publish(self._stage.buckets[index])
         for group, tensors in zip(self.optimizer.param_groups, whole_groups, strict=True):
             group["params"] = tensors
@@ -116,7 +117,8 @@ class OwnedUpdate:
         """Hand the buckets' summed gradients to their parts; transfers to the host start here."""
         parts = []
         for index in indices:
-            gradient = self._stage.gradients.take(self._stage.gradients.states[index])
+            gradient = self._stage.gradients.states[index].reduced
+            assert gradient is not None
             for part in self._parts[index]:
                 part.receive(gradient[part.place])
                 parts.append(part)

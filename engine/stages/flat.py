@@ -21,6 +21,7 @@ class FlatParameters:
     """
 
     reduces_every_micro_batch: ClassVar[bool]
+    reduces_in_place: ClassVar[bool] = False
 
     def __init__(self, context: StageContext) -> None:
         config, self.ranks = context.config, context.ranks
@@ -41,9 +42,9 @@ class FlatParameters:
         self._published: list[Pending] = []
         self._accumulates_locally = accumulates_locally
         self._unreduced = False
-        collects = accumulates_locally and config.gradient_accumulation_steps > 1
+        stays = self.reduces_in_place or (accumulates_locally and config.gradient_accumulation_steps > 1)
         self.gradients = GradientBuckets(self.buckets, ranks=self.ranks, reduce=self.reduce, dtypes=self.dtypes,
-                                         whole_window=collects, overlap=config.overlap_comm)
+                                         stays=stays, overlap=config.overlap_comm)
 
     def owned(self, bucket: Bucket) -> slice:
         raise NotImplementedError

@@ -13,6 +13,7 @@ from engine.transports.base import PendingSum
 
 class Replicated(FlatParameters):
     reduces_every_micro_batch: ClassVar[bool] = False
+    reduces_in_place: ClassVar[bool] = True
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
         return [torch.empty(size, dtype=torch.uint8, device=self.ranks.device) for size in sizes]

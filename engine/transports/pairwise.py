@@ -49,8 +49,12 @@ class Carrier(Protocol):
             Messages in the order of `destinations`.
         """
 
-    def release(self, staged: Tensor) -> None:
-        """All messages sent from this memory were answered by messages that this rank has read."""
+    def release(self, staged: Tensor, *, keep: bool = False) -> None:
+        """This rank has read what it was sent in exchange for what it sends from this memory.
+
+        Args:
+            keep: it goes on using the memory itself.
+        """
 
 
 class PairwiseTransport:
@@ -74,7 +78,7 @@ class PairwiseTransport:
         if len(rows) > 1 and not self._carrier.sends_in_place(rows[0]):
             staged = stage(rows, self._rank)
             return Unstage(self.all_gather([staged]), staged, rows)
-        return _Gather([(row, self.send_slices([row[self._rank]] * self._size, into=row)) for row in rows], self)
+        return _Gather([(row, self.send_slices([row[self._rank]] * self._size, into=row)) for row in rows])
 
     def send_slices(self, slices: Sequence[Tensor] | Tensor, into: Tensor | None = None) -> dict[int, Message]:
         """Send slice number p to rank p; messages by the rank they come from, which go to the rows of `into`."""
@@ -116,7 +120,7 @@ class _SliceSum:
 
 
 class _WholeSum:
-    """Each rank sums its slice and sends the sum to the others."""
+    """Each rank sums its slice and sends the sum to the others; in place where dtypes agree."""
 
     def __init__(self, transport: PairwiseTransport, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> None:
         self._transport, self._dtype = transport, dtype
@@ -128,17 +132,19 @@ class _WholeSum:
         transport = self._transport
         own = self._slices[transport.rank]
         transport.sum(own, self._messages, own)
-        total = torch.empty_like(self._slices, dtype=self._dtype)
-        total[transport.rank] = own
-        _Gather([(total, transport.send_slices([own] * transport.size,
-                                               into=total if total.dtype == own.dtype else None))], transport).wait()
-        transport.carrier.release(self._staged)
+        in_place = own.dtype == self._dtype
+        total = self._slices if in_place else torch.empty_like(self._slices, dtype=self._dtype)
+        if not in_place:
+            total[transport.rank] = own
+        sums = transport.send_slices([own] * transport.size, into=total if in_place else None)
+        _Gather([(total, sums)]).wait()
+        transport.carrier.release(self._staged, keep=in_place)
         return total.view(-1)
 
 
 class _Gather:
-    def __init__(self, gathered: Sequence[tuple[Tensor, dict[int, Message]]], transport: PairwiseTransport) -> None:
-        self._gathered, self._transport = gathered, transport
+    def __init__(self, gathered: Sequence[tuple[Tensor, dict[int, Message]]]) -> None:
+        self._gathered = gathered
 
     def wait(self) -> None:
         for rows, messages in self._gathered:
@@ -192,7 +198,7 @@ class SocketCarrier:
             messages.append(_SocketMessage(received, sending, receiving))
         return messages
 
-    def release(self, staged: Tensor) -> None:
+    def release(self, staged: Tensor, *, keep: bool = False) -> None:
         pass
 
 

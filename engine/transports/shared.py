@@ -85,9 +85,9 @@ class SharedCarrier:
                                            destination=None if destinations is None else destinations[step]))
         return messages
 
-    def release(self, staged: Tensor) -> None:
+    def release(self, staged: Tensor, *, keep: bool = False) -> None:
         if self._outbox is not None:
-            self._outbox.release(staged)
+            self._outbox.release(staged, keep=keep)
 
     def trim(self) -> None:
         """Give back the memory of messages while none is on its way on any rank."""
@@ -165,8 +165,9 @@ class _Outbox:
         self._segment, self._rank = segments[rank], rank
         self._memory = self._segment.data[_HEADER:]
         self._free = [(0, self._memory.numel())]
-        self._taken: dict[int, int] = {}
-        self._released: deque[tuple[int, int, int]] = deque()
+        self._stops: dict[int, int] = {}  # of parts in use, by start
+        self._kept: dict[int, int] = {}  # counts of released parts that this rank goes on using, by start
+        self._released: deque[tuple[int, int]] = deque()
         self._count = 0
 
     def take(self, size: int) -> Tensor | None:
@@ -176,21 +177,26 @@ class _Outbox:
         for number, (start, stop) in enumerate(self._free):
             if stop - start >= aligned:
                 self._free[number:number + 1] = [(start + aligned, stop)] if start + aligned < stop else []
-                self._taken[start] = start + aligned
+                self._stops[start] = start + aligned
                 return self._memory[start:start + size]
         return None
 
     def discard(self, memory: Tensor) -> None:
         start = self._start(memory)
-        if start in self._taken:
-            self._return(start, self._taken.pop(start))
+        if start in self._kept:
+            self._released.append((self._kept.pop(start), start))
+        elif start in self._stops:
+            self._return(start)
 
-    def release(self, memory: Tensor) -> None:
+    def release(self, memory: Tensor, *, keep: bool) -> None:
         self._count += 1
         self._counts[self._rank][0] = self._count
         start = self._start(memory)
-        if start in self._taken:
-            self._released.append((self._count, start, self._taken.pop(start)))
+        if start in self._stops:
+            if keep:
+                self._kept[start] = self._count
+            else:
+                self._released.append((self._count, start))
 
     def trim(self) -> None:
         self._segment.empty(_HEADER)
@@ -201,13 +207,12 @@ class _Outbox:
     def _reclaim(self) -> None:
         read = min(int(count) for count in self._counts)
         while self._released and self._released[0][0] <= read:
-            _, start, stop = self._released.popleft()
-            self._return(start, stop)
+            self._return(self._released.popleft()[1])
 
-    def _return(self, start: int, stop: int) -> None:
+    def _return(self, start: int) -> None:
         """Free again, joined with what is free beside it."""
         merged: list[tuple[int, int]] = []
-        for part in sorted([*self._free, (start, stop)]):
+        for part in sorted([*self._free, (start, self._stops.pop(start))]):
             if merged and merged[-1][1] == part[0]:
                 merged[-1] = (merged[-1][0], part[1])
             else:

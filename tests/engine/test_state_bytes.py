@@ -5,7 +5,6 @@ import pytest
 
 from engine import OptimizerConfig, TrainConfig
 from engine.report import StateBytes
-from engine.trainer import storage_bytes
 from tests.engine.training import (
     FEATURES,
     RanksOf,
@@ -32,7 +31,7 @@ def _held(config: TrainConfig) -> tuple[StateBytes, int, int]:
     states = trainer._stage.gradients.states
     tensors = [tensor for state in states for tensor in (state.local, state.reduced) if tensor is not None]
     held, parameters = trainer.state_bytes(), sum(p.numel() for p in trainer.module.parameters())
-    seen = storage_bytes(tensors)
+    seen = sum(tensor.nbytes for tensor in tensors)
     trainer.step()
     assert trainer.state_bytes().gradients == held.gradients  # of the last window, though freed
     trainer.close()
