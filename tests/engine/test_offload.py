@@ -1,11 +1,13 @@
 """Optimizer states and parameters on the host, at any ratio."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import OptimizerConfig, TrainConfig
 from engine.offload import DirectTransfers, HostMemory
@@ -19,6 +21,7 @@ from tests.engine.training import (
     Setup,
     Weights,
     assert_same_weights,
+    loss_of,
     micro_batches,
     perceptron,
     reference,
@@ -67,7 +70,7 @@ def _held(config: TrainConfig) -> tuple[StateBytes, int, int, int]:
 
 
 @stages
-@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 1.0])
 def test_the_host_takes_its_ratio_of_the_states(ranks: RanksOf, stage: int, ratio: float) -> None:
     config = TrainConfig(zero_stage=stage, offload_optimizer_ratio=ratio, precision="bf16")
     for held, host_bytes, peak, owned in ranks(2).run(_held, config):
@@ -151,6 +154,51 @@ def _divisor_of_kernels() -> list[torch.device]:
 def test_fused_kernels_find_their_divisor_on_the_host(ranks: RanksOf) -> None:
     """From a device, torch.optim copies it to the host without waiting: parts on the host would read what was there."""
     assert ranks(1).run(_divisor_of_kernels) == [[torch.device("cpu")]]
+
+
+class Passes(TorchDispatchMode):
+    """Operators that read or write some memory."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self._storages = storages
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        views = any(result.alias_info is not None and not result.alias_info.is_write
+                    for result in operator._schema.returns)
+        given = [tensor for value in arguments for tensor in (value if isinstance(value, list | tuple) else [value])
+                 if isinstance(tensor, torch.Tensor)]
+        if not views and any(tensor.untyped_storage().data_ptr() in self._storages for tensor in given):
+            self.seen.append(operator.__name__)
+        return operator(*arguments, **(keywords or {}))
+
+
+def _passes_over_the_host(config: TrainConfig) -> tuple[list[str], int]:
+    """What touches masters and states on the host in a step, and how many buckets there are."""
+    trainer = start(Setup(wide, config))
+    run_step(trainer, 0)
+    (inputs, target), = micro_batches(1, accumulation=1)
+    trainer.backward(loss_of(trainer(inputs), target))
+    storages = {tensor.untyped_storage().data_ptr() for tensor in trainer._update.state_tensors(on_host=True)
+                if tensor.numel() > 1}
+    with Passes(storages) as passes:
+        trainer.step()
+    buckets = len(trainer._stage.buckets)
+    trainer.close()
+    return passes.seen, buckets
+
+
+@stages
+@pytest.mark.parametrize("change", [{}, {"gradient_clipping": 0.1}, {"precision": "bf16", "gradient_clipping": 0.1},
+                                    {"precision": "fp16", "initial_scale_power": 4}])
+def test_a_step_passes_once_over_the_states_on_the_host(ranks: RanksOf, stage: int, change: dict[str, Any]) -> None:
+    """No check and no norm reads them besides the update itself and the copy to the device."""
+    config = TrainConfig.model_validate({"zero_stage": stage, "offload_optimizer_ratio": 1.0,
+                                         "reduce_bucket_size": 30_000, **change})
+    for seen, buckets in ranks(2).run(_passes_over_the_host, config):
+        assert buckets > 2
+        assert seen == ["_fused_adamw_.default", "copy_.default"] * buckets
 
 
 def test_memory_that_cannot_be_pinned_is_used_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
