@@ -1,23 +1,13 @@
 """Stage 3: parameters too are held in shards; each unit is gathered just before use and released after it.
 
-Forward: a block's forward is wrapped; it gathers the block's unit (and issues the next ones), binds the parameters to
-the gathered buckets, and releases them when it returns. What autograd saves of them for backward is replaced by a
-note of which unit it is part of, so that no gathered memory survives.
-
-Backward: when autograd reads such a note, or a checkpointed block runs again, the unit is gathered again. It is
-released when the gradients of all its parameters are there, or two other units were used since. The memory itself
-lives as long as any tensor refers to it, so releasing early is never wrong, only slower.
-
-Reductions are part of the schedule: a block's buckets are reduced in order as they are complete, the rest of them when
-the next block is reached. Of the root's, those that were there on every rank when the first block was reached in the
+Reductions are part of backward's schedule: a block's buckets are reduced in order as they are complete, the rest of
+them when its last turn is over. Of the root's, those that were there on every rank when its first turn was over in the
 first window (a head's) are reduced at that point from then on, the others at the end of the pass. Gradients that come
-later than their reduction (a block used twice) join the next pass or the step.
+later than their reduction join the step.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import wraps
 from itertools import takewhile
 from typing import Any
@@ -29,24 +19,11 @@ from engine.buckets import Bucket
 from engine.checkpointing import Forward, set_forward
 from engine.gradients import BucketGradients, GradientBuckets
 from engine.precision import GradientDtypes
+from engine.stages.agreement import Point
 from engine.stages.base import StageContext
-from engine.stages.units import Schedule, Unit, lay_out_units
+from engine.stages.gathering import Gathering
+from engine.stages.units import Unit, lay_out_units
 from engine.transports.base import PendingSum
-
-_KEPT_IN_BACKWARD = 2
-"""Units that stay gathered in backward: the one being differentiated, and the one used before, which may share
-parameters with it."""
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """In place of a tensor that autograd would save: where to find it again."""
-
-    unit: Unit
-    bucket: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
 
 class ParameterSharded:
@@ -68,19 +45,18 @@ class ParameterSharded:
         for unit in self._units:
             for bucket in unit.buckets:
                 self._shards[bucket.index] = self._place(bucket, context)
-            unit.unbind()
-        self._ahead = config.prefetch_bucket_size if config.overlap_comm else 0
-        self._schedule: Schedule | None = None
-        self._in_backward = self._reduces = self._unreduced = False
-        # Of the root's trainable buckets: those complete when backward reaches the first block; None until agreed on.
-        self._early: set[int] = set()
-        self._complete_early: dict[int, bool] | None = {}
-        self._launched = 0  # of the buckets of the block that backward is in
-        self._live: dict[int, tuple[Unit, int]] = {}
-        self._recent: OrderedDict[int, Unit] = OrderedDict()
         self.gradients = GradientBuckets(self.buckets, ranks=self.ranks, reduce=self._reduce, dtypes=self._dtypes,
                                          whole_window=self._accumulates_locally, overlap=config.overlap_comm)
         self.gradients.on_complete = self._complete
+        self._gathering = Gathering(self._units, self._shards, ranks=self.ranks,
+                                    ahead=config.prefetch_bucket_size if config.overlap_comm else 0,
+                                    flags=2 * len(self.buckets))
+        self._reduces = self._unreduced = False
+        self._launched = 0  # of the buckets of the unit whose last turn it is
+        # Of the root's buckets: those complete when its first turn in backward is over; None until agreed on.
+        self._early: set[int] = set()
+        self._complete_early: dict[int, bool] | None = {}
+        self._root_left = False
         self._wrap(context, layout.needs)
 
     # What is held
@@ -104,53 +80,53 @@ class ParameterSharded:
         """Bytes of parameters gathered at this moment, beyond the shards."""
         if self.ranks.size == 1:
             return 0
-        return sum(full.nbytes for unit in self._units for full in (unit.fulls or {}).values())
+        return self._gathering.bytes
 
     # Backward and update
 
     @contextmanager
     def backward(self, *, reduce: bool) -> Iterator[None]:
-        reduces = reduce or not self._accumulates_locally
-        root, *blocks = self._units
-        self.gradients.begin_pass(reduce=reduces, eager=not blocks)
-        self._schedule = Schedule([root, *reversed(blocks)], issue=self._gather, leave=self._leave, ahead=self._ahead)
-        self._in_backward, self._reduces = True, reduces and bool(blocks)
-        self._schedule.reach(root)
-        yield
-        self._schedule.finish()
-        if self._reduces:
-            self._launch(bucket for bucket in root.trainable if bucket.index not in self._early)
-        self._release_all()
-        self.gradients.end_pass()
-        self._schedule, self._in_backward, self._unreduced = None, False, not reduces
+        self._reduces = reduce or not self._accumulates_locally
+        self._unreduced = not self._reduces
+        self._root_left = False
+        with self._gathering.running(Point.BACKWARD, leave=self._leave, finish=self._finish_backward):
+            self.gradients.begin_pass(reduce=self._reduces, eager=False)
+            yield
 
     def finish_reductions(self) -> None:
-        self._launch(self.buckets if self._unreduced else self._agree_on_late())
+        late = [state.local is not None for state in self.gradients.states]
+        complete_early = self._complete_early or {}
+        incomplete = [not complete_early.get(bucket.index, False) for bucket in self.buckets]
+        votes = self._gathering.meet(Point.STEP, flags=[*late, *incomplete])
+        assert votes is not None
+        late_anywhere, incomplete_anywhere = votes.flags[:len(late)], votes.flags[len(late):]
+        if self._complete_early is not None:
+            self._early.update(bucket.index for bucket in self.buckets if not incomplete_anywhere[bucket.index])
+            self._complete_early = None
+        self._launch(bucket for bucket in self.buckets if self._unreduced or late_anywhere[bucket.index])
         self._unreduced = False
         self.gradients.finish()
 
     def publish(self, bucket: Bucket) -> None:
-        """The shards are the parameters; the next forward gathers them."""
+        """The shards are the parameters; who reads them next gathers them."""
+        self._gathering.release_all()
 
     def finish_publishing(self) -> None:
         pass
 
     def close(self) -> None:
         self.gradients.close()
-        for unit in self._units:
-            unit.fulls, unit.arriving = None, ()
-        self._live.clear()
-        self._recent.clear()
+        self._gathering.close()
         self._shards.clear()
         self._masters.clear()
 
     # Gathering
 
     def _wrap(self, context: StageContext, needs: Sequence[Sequence[Unit]]) -> None:
+        """Parameters are gathered when they are read; forwards that are known to read some hold them all along."""
         root, in_blocks = self._units[:1], {inner for block in context.blocks for inner in block.modules()}
         for block, units in zip(context.blocks, needs, strict=True):
             set_forward(block, self._holding_forward(block.forward, units))
-        # What lies in no block may run by itself too: recomputed in backward, or called by another method than forward.
         for inner in context.module.modules():
             if inner not in in_blocks and next(inner.parameters(recurse=False), None) is not None:
                 set_forward(inner, self._holding_forward(inner.forward, root))
@@ -159,7 +135,7 @@ class ParameterSharded:
     def _holding_forward(self, forward: Forward, units: Sequence[Unit]) -> Forward:
         @wraps(forward)
         def run(*inputs: Any, **keywords: Any) -> Any:
-            with self._holding(units):
+            with self._gathering.holding(units):
                 return forward(*inputs, **keywords)
 
         return run
@@ -169,128 +145,47 @@ class ParameterSharded:
 
         @wraps(forward)
         def run(*inputs: Any, **keywords: Any) -> Any:
-            if self._schedule is not None:  # inside of another pass: the model calls itself, or is recomputed
-                with self._holding(root):
+            if self._gathering.in_pass:  # the model calls itself, or is recomputed
+                with self._gathering.holding(root):
                     return forward(*inputs, **keywords)
-            self._schedule = Schedule(self._units, issue=self._gather, leave=_nothing, ahead=self._ahead)
-            try:
-                with self._holding(root):
-                    output = forward(*inputs, **keywords)
-                self._schedule.finish()
-                self._release_all()
-            finally:
-                self._schedule = None
-            return output
+            with self._gathering.running(Point.FORWARD), self._gathering.holding(root):
+                return forward(*inputs, **keywords)
 
         return run
-
-    @contextmanager
-    def _holding(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Inside, parameters of the units are bound, and autograd saves notes in place of them."""
-        for unit in units:
-            fulls = self._use(unit)
-            if unit.holders == 0:
-                unit.bind(fulls)
-            unit.holders += 1
-        try:
-            with self._saving():
-                yield
-        finally:
-            for unit in units:
-                unit.holders -= 1
-                if unit.holders == 0:
-                    unit.unbind()
-                    if not self._in_backward:
-                        self._release(unit)
-
-    def _use(self, unit: Unit) -> dict[int, Tensor]:
-        if self._schedule is not None:
-            self._schedule.reach(unit)
-        if unit.fulls is None:
-            self._gather(unit)
-        if self._in_backward:
-            self._recent[unit.index] = unit
-            self._recent.move_to_end(unit.index)
-            for other in list(self._recent.values())[:-_KEPT_IN_BACKWARD]:
-                self._release(other)
-        return unit.wait()
-
-    def _gather(self, unit: Unit) -> None:
-        size, own = self.ranks.size, self.ranks.rank
-        fulls: dict[int, Tensor] = {}
-        for bucket in unit.buckets:
-            shard = self._shards[bucket.index]
-            if size == 1:
-                fulls[bucket.index] = shard.to(self._device)
-            else:
-                full = torch.empty(bucket.size, dtype=bucket.dtype, device=self._device)
-                full[bucket.shard(own)].copy_(shard, non_blocking=True)
-                fulls[bucket.index] = full
-        unit.fulls = fulls
-        unit.arriving = tuple(self.ranks.all_gather(batch.rows(fulls)) for batch in unit.batches)
-        for index, full in fulls.items():
-            self._live[full.untyped_storage().data_ptr()] = (unit, index)
-        if not self._ahead:
-            unit.wait()
-
-    def _release(self, unit: Unit) -> None:
-        """Drop the gathered buckets; their memory goes when the last tensor that refers to it does."""
-        if unit.fulls is None or unit.holders:
-            return
-        for full in unit.wait().values():
-            self._live.pop(full.untyped_storage().data_ptr(), None)
-        unit.fulls = None
-        self._recent.pop(unit.index, None)
-
-    def _release_all(self) -> None:
-        for unit in self._units:
-            self._release(unit)
-
-    # What autograd saves
-
-    def _saving(self) -> AbstractContextManager[Any]:
-        """Hooks, unless there are some: ours from around, or those of a checkpoint that saves nothing or copies."""
-        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
-        found = self._live.get(tensor.untyped_storage().data_ptr())
-        if found is None:
-            return tensor
-        unit, index = found
-        assert unit.fulls is not None
-        if tensor.dtype != unit.fulls[index].dtype:
-            return tensor
-        return _Saved(unit, index, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        full = self._use(saved.unit)[saved.bucket]
-        return full.as_strided(saved.size, saved.stride, saved.offset)
 
     # Reducing
 
     def _reduce(self, bucket: Bucket, local: Tensor) -> PendingSum:
         return self.ranks.reduce_scatter(local, wire=self._dtypes.wire, dtype=self._dtypes.held)
 
-    def _leave(self, unit: Unit) -> None:
-        """The next unit of a backward pass is reached."""
+    def _leave(self, unit: Unit, is_last: bool) -> None:
+        """A unit's turn in backward is over."""
+        if self._is_reduced_last(unit):
+            if not self._root_left:
+                self._root_left = True
+                self._note_early(unit)
+                self._launch_in_pass(bucket for bucket in unit.trainable if bucket.index in self._early)
+        elif is_last:
+            self._launch_in_pass(unit.trainable[self._launched:])
+            self._launched = 0
+
+    def _finish_backward(self) -> None:
         root = self._units[0]
-        if unit is root:
-            self._note_early(root)
-            self._launch(bucket for bucket in root.trainable if bucket.index in self._early)
-            return
-        self._launch(unit.trainable[self._launched:])
-        self._launched = 0
-        if root.index not in self._recent:  # this rank's graph does not need it again
-            self._release(root)
+        if self._is_reduced_last(root):
+            self._launch_in_pass(bucket for bucket in root.trainable if bucket.index not in self._early)
+        self.gradients.end_pass()
+
+    def _is_reduced_last(self, unit: Unit) -> bool:
+        """The root has gradients all through the pass, where there are blocks."""
+        return unit.index == 0 and len(self._units) > 1
+
+    def _launch_in_pass(self, buckets: Iterable[Bucket]) -> None:
+        if self._reduces:
+            self._launch(buckets)
 
     def _launch(self, buckets: Iterable[Bucket]) -> None:
-        if self._reduces or self._schedule is None:
-            for bucket in buckets:
-                self.gradients.launch(self.gradients.states[bucket.index])
+        for bucket in buckets:
+            self.gradients.launch(self.gradients.states[bucket.index])
 
     def _note_early(self, root: Unit) -> None:
         if self._complete_early is not None:
@@ -301,28 +196,14 @@ class ParameterSharded:
     def _complete(self, state: BucketGradients) -> None:
         """All gradients of a bucket are there."""
         unit = self._unit_of[state.bucket.index]
-        if unit.index and self._schedule is not None and unit is self._schedule.current:
+        if self._gathering.is_last_turn_of(unit) and not self._is_reduced_last(unit):
             waiting = unit.trainable[self._launched:]
             complete = list(takewhile(lambda bucket: not self.gradients.states[bucket.index].missing, waiting))
-            self._launch(complete)
+            self._launch_in_pass(complete)
             self._launched += len(complete)
         # Nothing more of this pass needs the unit; frozen parameters would give no sign when they are done.
         if not unit.frozen and not any(self.gradients.states[bucket.index].missing for bucket in unit.trainable):
-            self._release(unit)
-
-    def _agree_on_late(self) -> list[Bucket]:
-        """Buckets for which some rank has gradients that came after their reduction.
-
-        In the first window the ranks agree too on which of the root's buckets are complete early.
-        """
-        late = [float(state.local is not None) for state in self.gradients.states]
-        early = self._complete_early or {}
-        flags = torch.tensor([*late, *(float(not complete) for complete in early.values())])
-        flags = self.ranks.sum_small(flags if self.ranks.has_host_transport else flags.to(self._device))
-        late_anywhere, incomplete_anywhere = flags[:len(late)].tolist(), flags[len(late):].tolist()
-        self._early.update(index for index, flag in zip(early, incomplete_anywhere, strict=True) if not flag)
-        self._complete_early = None
-        return [bucket for bucket, flag in zip(self.buckets, late_anywhere, strict=True) if flag]
+            self._gathering.release(unit)
 
     def _place(self, bucket: Bucket, context: StageContext) -> Tensor:
         values = torch.empty(bucket.size, dtype=context.optimizer_dtype(bucket), device=context.device)
@@ -337,9 +218,4 @@ class ParameterSharded:
         if bucket.trainable and (values.dtype != bucket.dtype or self._host is not None):
             self._masters[bucket.index] = own.clone()
         return shard
-
-
-def _nothing(unit: Unit) -> None:
-    pass
-
 

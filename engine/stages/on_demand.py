@@ -1,0 +1,69 @@
+"""Parameters that are gathered when an operation reads them, wherever that is."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+Hold = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
+
+_METADATA: frozenset[Any] = frozenset({
+    *(getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "is_cuda",
+        "is_cpu", "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes", "_version", "_backward_hooks",
+        "_post_accumulate_grad_hooks")),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
+    *(getattr(Tensor, name) for name in (
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__",
+        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook")),
+    torch.is_floating_point, torch.is_complex, torch.numel,
+})
+"""What can be told of a parameter without its values."""
+
+
+class OnDemand:
+    """Watches parameters: what reads a watched one runs inside of `hold`, where it has values.
+
+    A watched parameter has a subclass of its own class, as torch's uninitialized ones have; while it is held it has its
+    own again, so that reading it costs nothing, and compilers see what they know.
+    """
+
+    def __init__(self, hold: Hold) -> None:
+        self._hold = hold
+        self._classes: dict[type, type] = {}
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            own = type(parameter)
+            if _is_watched(parameter):
+                continue
+            if own not in self._classes:
+                self._classes[own] = _watched(own, self._hold)
+            parameter.__class__ = self._classes[own]
+
+    @staticmethod
+    def unwatch(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if _is_watched(parameter):
+                parameter.__class__ = type(parameter).__mro__[1]
+
+
+def _is_watched(value: Any) -> bool:
+    return getattr(type(value), "engine_watches", False)
+
+
+def _watched(own: type, hold: Hold) -> type:
+    def read(cls: type, function: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (),
+             kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        with hold([leaf for leaf in _pytree.tree_leaves((args, kwargs)) if _is_watched(leaf)]):
+            return function(*args, **kwargs)
+
+    return type(own)(own.__name__, (own,), {"__torch_function__": classmethod(read), "engine_watches": True,
+                                            "__module__": own.__module__})
