@@ -2,35 +2,39 @@
 
     python -m benchmarks.checkpointing [--json FILE]
 
-Step time and peak bytes are measured as a study measures them, in trials that take turns; ratios to no checkpointing
-are medians of the ratios within a round. Kept are the bytes of the blocks' activations from forward to backward,
-counted as live storages. While backward is in a block, it holds as much as the block keeps without checkpointing, so
-that with `full` the most at once is the blocks' inputs plus one block. Ends with 1 where it is more.
+Steps are timed in turns with all choices alive, their ratios to no checkpointing are medians of the ratios within a
+round; peak bytes are those of a trial of each, as a study measures them, model states included. Kept are the bytes of
+the blocks' activations from forward to backward, counted as live storages. While backward is in a block, it holds as
+much as the block keeps without checkpointing, so that with `full` the most at once is the blocks' inputs plus one
+block. Ends with 1 where it is more.
 """
 
 import asyncio
 import sys
-from collections.abc import Mapping
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 
 import torch
 from torch import nn
 
 from autotune.scheduler.launcher.local import LocalLauncher
 from benchmarks import report
+from benchmarks.ranks import on_ranks, training_loop
 from benchmarks.trials import reports, trial
+from benchmarks.turns import Seconds, middle, ratio, take_turns
 from engine.checkpointing import wrap_inside, wrap_outside
 from engine.config import Checkpointing, TrainConfig
+from engine.loop import TrainingLoop
 from engine.probe import StorageTracker
-from engine.report import Measurement, MeasurePolicy, TrialReport
+from engine.report import MeasurePolicy, TrialReport
 from engine.spec import GptSpec
 from engine.tasks.transformer import TransformerBlock
 
 MODEL = GptSpec(kind="gpt", layers=6, hidden=512, heads=8, vocab=8192, sequence_length=256)
 MICRO_BATCH = 2
 CHOICES: tuple[Checkpointing, ...] = ("none", "selective", "full")
-ROUNDS = 5
-TURN = MeasurePolicy(max_warmup_steps=3, min_steps=2, max_steps=2)
+ROUNDS = 9
+PEAK = MeasurePolicy(max_warmup_steps=1, max_steps=2)
 SMALL = 0.01
 """Share of activations that random states and the like may come to."""
 
@@ -57,40 +61,50 @@ def inputs_bytes() -> int:
     return MODEL.layers * MICRO_BATCH * MODEL.sequence_length * MODEL.hidden * 4
 
 
-async def measure() -> list[dict[Checkpointing, Measurement]]:
-    """Every choice's trial, round by round."""
-    requests = [trial(MODEL, config_of(choice), TURN) for _ in range(ROUNDS) for choice in CHOICES]
+def times() -> dict[str, list[Seconds]]:
+    """On one rank: every choice's seconds, by round."""
+    steps = {str(choice): next_step(training_loop(config_of(choice), MODEL)) for choice in CHOICES}
+    return take_turns(steps, rounds=ROUNDS, steps_per_turn=1)
+
+
+def next_step(loop: TrainingLoop) -> Callable[[], object]:
+    """A loop's steps, one at a call."""
+    numbers = count()
+    return lambda: loop.step(next(numbers))
+
+
+async def peaks() -> dict[Checkpointing, int]:
+    """Peak bytes of a trial of each choice."""
+    requests = [trial(MODEL, config_of(choice), PEAK) for choice in CHOICES]
     measured = []
     async for found in reports(LocalLauncher(device_type="cpu"), requests):
         assert isinstance(found, TrialReport)
         if found.measurement is None:
             raise RuntimeError(f"{found.outcome}: {found.detail}")
-        measured.append(found.measurement)
-    return [dict(zip(CHOICES, measured[first:first + len(CHOICES)], strict=True))
-            for first in range(0, len(measured), len(CHOICES))]
+        measured.append(found.measurement.peak_device_bytes)
+    return dict(zip(CHOICES, measured, strict=True))
 
 
-def rows_of(rounds: list[dict[Checkpointing, Measurement]], kept: Mapping[Checkpointing, int],
-            one_block: int) -> list[report.Row]:
+def rows_of(rounds: Mapping[str, Sequence[Seconds]], peak: Mapping[Checkpointing, int],
+            kept: Mapping[Checkpointing, int], one_block: int) -> list[report.Row]:
     """A row for each choice."""
-    return [{
-        "checkpointing": choice,
-        "step ms": 1e3 * median(median(each[choice].step_seconds) for each in rounds),
-        "step / none": median(median(each[choice].step_seconds) / median(each["none"].step_seconds)
-                              for each in rounds),
-        "peak MiB": report.mib(median(each[choice].peak_device_bytes for each in rounds)),
-        "peak / none": median(each[choice].peak_device_bytes / each["none"].peak_device_bytes for each in rounds),
-        "kept MiB": report.mib(kept[choice]),
-        "most MiB": report.mib(kept[choice] + one_block) if choice == "full" else None,
-        "inputs + one block MiB": report.mib(inputs_bytes() + one_block) if choice == "full" else None,
-        "undisturbed rounds": sum(not each[choice].contended for each in rounds),
-    } for choice in CHOICES]
+    rows: list[report.Row] = []
+    for choice in CHOICES:
+        step, to_none = middle(rounds[choice]), ratio(rounds[choice], rounds["none"])
+        rows.append({
+            "checkpointing": choice, "step ms": 1e3 * step.wall, "CPU ms": 1e3 * step.cpu, "step / none": to_none.wall,
+            "CPU / none": to_none.cpu, "peak MiB": report.mib(peak[choice]),
+            "peak / none": peak[choice] / peak["none"], "kept MiB": report.mib(kept[choice]),
+            "most MiB": report.mib(kept[choice] + one_block) if choice == "full" else None,
+            "inputs + one block MiB": report.mib(inputs_bytes() + one_block) if choice == "full" else None})
+    return rows
 
 
 def main() -> int:
     options = report.parser(__doc__).parse_args()
     kept = {choice: kept_bytes(choice, layers=MODEL.layers) for choice in CHOICES}
-    rows = rows_of(asyncio.run(measure()), kept, kept_bytes("none", layers=1))
+    rounds, = on_ranks(1, times)
+    rows = rows_of(rounds, asyncio.run(peaks()), kept, kept_bytes("none", layers=1))
     print(report.table(rows))
     report.write(rows, options.json)
     return int(kept["full"] > inputs_bytes() * (1 + SMALL))

@@ -5,24 +5,21 @@
 Models of 100, 300 and 1000 small tensors do the same arithmetic on 2 ranks, so that what grows with the number of
 tensors is what Python and the framework spend on each, autograd's own part included. All engines are alive at once and
 take turns; a round gives each the same few steps. Times are medians over the rounds, ratios to DDP medians of the
-ratios within a round. CPU time is user and system time of a rank with all of its threads; wall time that is not CPU
-time is waiting for the other rank. With ENGINE_SOCKETS=1 the engine's ranks talk through sockets, as DDP's do.
+ratios within a round; of a rank, with all of its threads. Wall time that is not CPU time is waiting for the other rank.
+With ENGINE_SOCKETS=1 the engine's ranks talk through sockets, as DDP's do.
 """
 
 import math
 import sys
-import time
 from collections.abc import Callable
-from statistics import median
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import report
 from benchmarks.ranks import on_ranks
+from benchmarks.turns import Seconds, mean_over_ranks, middle, ratio, take_turns
 from engine import OptimizerConfig, TrainConfig, initialize
 
 TENSORS = (100, 300, 1000)
@@ -32,15 +29,7 @@ BLOCK_TENSORS = 10
 WEIGHTS = 128_000
 BATCH = 8
 ROUNDS = 15
-STEPS = 3
-"""Of a turn."""
-
-
-class Seconds(NamedTuple):
-    """Of a step, on one rank."""
-
-    wall: float
-    cpu: float
+STEPS_PER_TURN = 3
 
 
 def make_model(tensors: int) -> nn.Module:
@@ -82,34 +71,20 @@ def make_step(name: str, tensors: int) -> Callable[[], None]:
 def measure(tensors: int) -> dict[str, list[Seconds]]:
     """On one rank: every engine's seconds, by round."""
     steps = {name: make_step(name, tensors) for name in ENGINES}
-    for step in steps.values():
-        step()
-    seconds: dict[str, list[Seconds]] = {name: [] for name in ENGINES}
-    for number in range(ROUNDS):
-        first = number % len(ENGINES)
-        for name in ENGINES[first:] + ENGINES[:first]:
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(STEPS):
-                steps[name]()
-            seconds[name].append(Seconds((time.perf_counter() - wall) / STEPS, (time.process_time() - cpu) / STEPS))
-    return seconds
+    return take_turns(steps, rounds=ROUNDS, steps_per_turn=STEPS_PER_TURN)
 
 
 def rows_of(tensors: int) -> list[report.Row]:
-    """All engines on a model of so many tensors; a round's times are means over the ranks."""
-    results = on_ranks(RANKS, measure, tensors)
-    rounds = {name: [Seconds(*(sum(values) / RANKS for values in zip(*ranks, strict=True)))
-                     for ranks in zip(*(result[name] for result in results), strict=True)] for name in ENGINES}
-    return [{
-        "tensors": tensors, "engine": name,
-        "step ms": 1e3 * median(seconds.wall for seconds in mine),
-        "CPU ms": 1e3 * median(seconds.cpu for seconds in mine),
-        "us / tensor": 1e6 * median(seconds.wall for seconds in mine) / tensors,
-        "CPU us / tensor": 1e6 * median(seconds.cpu for seconds in mine) / tensors,
-        "step / ddp": median(ours.wall / ddp.wall for ours, ddp in zip(mine, rounds["ddp"], strict=True)),
-        "CPU / ddp": median(ours.cpu / ddp.cpu for ours, ddp in zip(mine, rounds["ddp"], strict=True)),
-    } for name, mine in rounds.items()]
+    """All engines on a model of so many tensors."""
+    rounds = mean_over_ranks(on_ranks(RANKS, measure, tensors))
+    rows: list[report.Row] = []
+    for name, mine in rounds.items():
+        step, to_ddp = middle(mine), ratio(mine, rounds["ddp"])
+        rows.append({
+            "tensors": tensors, "engine": name, "step ms": 1e3 * step.wall, "CPU ms": 1e3 * step.cpu,
+            "us / tensor": 1e6 * step.wall / tensors, "CPU us / tensor": 1e6 * step.cpu / tensors,
+            "step / ddp": to_ddp.wall, "CPU / ddp": to_ddp.cpu})
+    return rows
 
 
 def main() -> int:

@@ -39,10 +39,10 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
 
 
-def training_loop(config: TrainConfig) -> TrainingLoop:
-    """The small GPT with AdamW under the engine, on this rank."""
+def training_loop(config: TrainConfig, model: GptSpec = MODEL) -> TrainingLoop:
+    """A GPT with AdamW under the engine, on this rank."""
     context = RankContext(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu"))
-    return TrainingLoop(build_task(MODEL), config, OptimizerConfig(), seed=0, context=context)
+    return TrainingLoop(build_task(model), config, OptimizerConfig(), seed=0, context=context)
 
 
 def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

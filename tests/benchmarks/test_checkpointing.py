@@ -1,9 +1,9 @@
-"""Bytes counted of blocks, and what is made of trials."""
+"""Bytes counted of blocks, and what is made of times."""
 
 import pytest
 
-from benchmarks.checkpointing import CHOICES, inputs_bytes, kept_bytes, rows_of
-from tests.support.samples import sample_measurement
+from benchmarks.checkpointing import inputs_bytes, kept_bytes, rows_of
+from benchmarks.turns import Seconds
 
 MIB = 2**20
 
@@ -19,15 +19,11 @@ def test_full_keeps_inputs_and_none_what_each_block_saves() -> None:
     assert one_block > 10 * MIB
 
 
-def test_ratios_are_taken_within_a_round() -> None:
-    slow, fast = 2.0, 1.0  # the machine, in two rounds; full takes 1.5 times as long in both, and 1.25 in a third
-    rounds = [{"none": sample_measurement(pace), "selective": sample_measurement(pace * 1.1),
-               "full": sample_measurement(pace * factor, peak_device_bytes=400_000, contended=pace == slow)}
-              for pace, factor in ((slow, 1.5), (fast, 1.5), (fast, 1.25))]
-    none, selective, full = rows_of(rounds, dict.fromkeys(CHOICES, 8 * MIB), 16 * MIB)  # type: ignore[arg-type]
-    assert (none["step / none"], none["peak / none"], none["most MiB"]) == (1.0, 1.0, None)
-    assert selective["step / none"] == pytest.approx(1.1)
-    assert full["step / none"] == pytest.approx(1.5)
-    assert full["peak / none"] == pytest.approx(0.4)
-    assert (full["most MiB"], full["inputs + one block MiB"]) == (24.0, 22.0)
-    assert (none["undisturbed rounds"], full["undisturbed rounds"]) == (3, 2)
+def test_a_row_stands_beside_no_checkpointing() -> None:
+    rounds = {"none": [Seconds(2.0, 1.0)], "selective": [Seconds(2.2, 1.1)], "full": [Seconds(3.0, 1.3)]}
+    none, selective, full = rows_of(rounds, {"none": 4 * MIB, "selective": 3 * MIB, "full": 2 * MIB},
+                                    {"none": 96 * MIB, "selective": 66 * MIB, "full": 8 * MIB}, 16 * MIB)
+    assert (none["step / none"], none["CPU / none"], none["peak / none"], none["most MiB"]) == (1.0, 1.0, 1.0, None)
+    assert selective["CPU / none"] == pytest.approx(1.1)
+    assert (full["step / none"], full["CPU / none"], full["peak / none"]) == pytest.approx((1.5, 1.3, 0.5))
+    assert (full["kept MiB"], full["most MiB"], full["inputs + one block MiB"]) == (8.0, 24.0, 22.0)
