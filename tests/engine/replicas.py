@@ -139,7 +139,11 @@ class _Replica:
     module: nn.Module
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        loss.backward(retain_graph=retain_graph)
+        try:
+            loss.backward(retain_graph=retain_graph)
+        except Exception:
+            self.module.zero_grad()
+            raise
 
 
 def replicate_case(case: Case, world_size: int) -> list[list[Weights]]:
