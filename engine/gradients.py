@@ -1,8 +1,9 @@
 """From autograd's gradients to summed gradient shards.
 
 Every trainable parameter has one hook that moves its gradient into its bucket's local buffer. A pass is one backward
-call. In a pass that reduces, buckets are reduced in bucket order on every rank, whatever order autograd ran in there
-and whatever parameters it reached, so that ranks never meet in different collectives.
+call. In a pass that reduces, buckets are reduced in one order on every rank, whatever order autograd ran in there and
+whatever parameters it reached, so that ranks never meet in different collectives. That is the buckets' own order, but
+those with a parameter that some rank did not use in the first window come last, where they hold up no other.
 """
 
 from collections import deque
@@ -44,6 +45,7 @@ class GradientBuckets:
     Attributes:
         states: one per bucket, in reduction order.
         used: indices of the parameters with a gradient in this window.
+        is_ordered: whether `put_last` was called.
         peak_bytes: the most bytes of gradients held at once in this window, or the last where this has none yet.
         on_complete: called with a bucket when all of its gradients of the running pass are there.
 
@@ -68,7 +70,9 @@ class GradientBuckets:
         self._held_bytes = 0
         self._new_window = True
         self._reducing = self._eager = False
+        self._order = list(self.states)
         self._next = 0
+        self.is_ordered = False
         self.used: set[int] = set()
         self.on_complete: Callable[[BucketGradients], None] | None = None
         self._hooks = [self._register(state, slot) for state in self.states for slot in state.bucket.slots]
@@ -87,9 +91,14 @@ class GradientBuckets:
     def end_pass(self) -> None:
         """Launch what the pass left: buckets with parameters that autograd did not reach."""
         if self._reducing and self._eager:
-            while self._next < len(self.states):
+            while self._next < len(self._order):
                 self._launch_next()
         self._reducing = False
+
+    def put_last(self, parameters: set[int]) -> None:
+        """From now on reduce the buckets of these parameters after the others. Equal on every rank, between passes."""
+        self._order.sort(key=lambda state: any(slot.managed.index in parameters for slot in state.bucket.slots))
+        self.is_ordered = True
 
     def launch(self, state: BucketGradients) -> None:
         """Start reducing what was collected of a bucket; the sum joins `reduced`."""
@@ -165,7 +174,7 @@ class GradientBuckets:
         if state.missing:
             return
         if self._reducing and self._eager:
-            while self._next < len(self.states) and not self.states[self._next].missing:
+            while self._next < len(self._order) and not self._order[self._next].missing:
                 self._launch_next()
         if self.on_complete is not None:
             self.on_complete(state)
@@ -181,7 +190,7 @@ class GradientBuckets:
 
     def _launch_next(self) -> None:
         self._next += 1
-        self.launch(self.states[self._next - 1])
+        self.launch(self._order[self._next - 1])
 
     def _close(self, state: BucketGradients) -> Tensor:
         """The local buffer with zeros where nothing was collected."""

@@ -35,7 +35,10 @@ def _norms(gradient: Tensor) -> list[Tensor]:
 
 
 def agree_on_used(stage: Stage, ranks: Ranks) -> set[int] | None:
-    """Indices of the parameters that some rank has a gradient for in this window; None when all have one."""
+    """Indices of the parameters that some rank has a gradient for in this window; None when all have one.
+
+    The first time, ranks agree too on which buckets are reduced last.
+    """
     slots = [slot.managed.index for state in stage.gradients.states for slot in state.bucket.slots]
     used = stage.gradients.used
     if ranks.size > 1:
@@ -43,7 +46,10 @@ def agree_on_used(stage: Stage, ranks: Ranks) -> set[int] | None:
         flags[list(used)] = 1
         flags = ranks.sum_small(flags if ranks.has_host_transport else flags.to(ranks.device))
         # Reading the result stops the host until the device is done: only a rank that lacks something needs it.
-        if len(used) < len(slots):
-            used = set(flags.nonzero().flatten().tolist())
+        if len(used) < len(slots) or not stage.gradients.is_ordered:
+            counts = flags.tolist()
+            used = {index for index in slots if counts[index]}
+            if not stage.gradients.is_ordered:
+                stage.gradients.put_last({index for index in slots if counts[index] < ranks.size})
     return None if len(used) == len(slots) else used
 

@@ -2,7 +2,8 @@
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,25 @@ def scales_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its kernel divides gradients by `optimizer.grad_scale` for free."""
     return all(group.get("fused") for group in optimizer.param_groups) and bool(
         getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+class StepHooks:
+    """Has hooks that the user registered for the optimizer's step run once, although it steps in rounds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before, self._after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+    @contextmanager
+    def in_round(self, *, first: bool, last: bool) -> Iterator[None]:
+        """Surrounds one round's step."""
+        self._optimizer._optimizer_step_pre_hooks = self._before if first else OrderedDict()
+        self._optimizer._optimizer_step_post_hooks = self._after if last else OrderedDict()
+        try:
+            yield
+        finally:
+            self._optimizer._optimizer_step_pre_hooks = self._before
+            self._optimizer._optimizer_step_post_hooks = self._after
 
 
 def prepare_state(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], group: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.buckets import Bucket
 from engine.offload import HostMemory, make_transfers
-from engine.optimizers import is_stock, prepare_state, scales_in_kernel
+from engine.optimizers import StepHooks, is_stock, prepare_state, scales_in_kernel
 from engine.owned import Offload, Part, Slice, adopt, groups_of, make_parts
 from engine.stages.base import Stage
 
@@ -61,13 +61,15 @@ class OwnedUpdate:
             self.optimizer.grad_scale = torch.tensor(divisor)  # type: ignore[attr-defined]
             divisor = 1
         whole_groups = [group["params"] for group in self.optimizer.param_groups]
+        hooks = StepHooks(self.optimizer)
         upcoming = self._receive(self._rounds[0]) if self._rounds else []
         for number in range(len(self._rounds)):
             parts = upcoming
             upcoming = self._receive(self._rounds[number + 1]) if number + 1 < len(self._rounds) else []
             for part in parts:
                 part.assign_gradients(used=used, divisor=divisor)
-            self._step_optimizer(parts)
+            with hooks.in_round(first=number == 0, last=number + 1 == len(self._rounds)):
+                self._step_optimizer(parts)
             for part in parts:
                 part.drop_gradients()
                 part.store()
