@@ -71,7 +71,8 @@ def test_weights_do_not_depend_on_the_order_of_reductions(ranks: RanksOf) -> Non
 def test_the_update_sees_torch_optimizers_own_groups() -> None:
     trainer = start(Setup(Chain, TrainConfig(reduce_bucket_size=64)))
     sizes = [sum(tensor.numel() for tensor in group["params"]) for group in trainer.optimizer.param_groups]
-    run_step(trainer, 0)
+    trainer.backward(trainer(torch.ones(2, FEATURES)).mean())
+    trainer.step()
     assert sizes == [(LAYERS + 1) * FEATURES**2]
     assert [sum(tensor.numel() for tensor in group["params"]) for group in trainer.optimizer.param_groups] == sizes
     assert isinstance(trainer.optimizer, torch.optim.AdamW)
