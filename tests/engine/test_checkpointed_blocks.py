@@ -1,11 +1,13 @@
 """Whatever blocks do inside, checkpointing them changes no number."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from engine import OptimizerConfig, TrainConfig
@@ -16,6 +18,7 @@ from tests.engine.training import (
     Weights,
     assert_same_weights,
     loss_of,
+    over_shared_memory,
     reference,
     samples,
     stages,
@@ -203,6 +206,41 @@ def _train_on_two_losses(setup: Setup) -> list[Weights]:
 def test_a_checkpointed_graph_may_be_retained(ranks: RanksOf, stage: int, choice: str) -> None:
     setup = Setup(_Of(Products), _config(stage, choice), SGD, steps=3)
     assert_same_weights(ranks(2).run(_train_on_two_losses, setup), reference(setup))
+
+
+class _Calls(TorchDispatchMode):
+    """How often operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _calls(stage: int, choice: str) -> Counter[str]:
+    trainer = start(Setup(_Of(Attends), _config(stage, choice)))
+    inputs, target = samples(0)
+    with _Calls() as calls:
+        trainer.backward(loss_of(trainer(inputs), target))
+    trainer.step()
+    trainer.close()
+    return calls.counts
+
+
+@over_shared_memory
+@pytest.mark.parametrize("stage", [0, 3])
+def test_selective_checkpointing_repeats_no_product_and_no_fused_attention(ranks: RanksOf, stage: int) -> None:
+    none, selective, full = (ranks(2).run(_calls, stage, choice)[0] for choice in ("none", "selective", "full"))
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert (none[attention], none["native_layer_norm"]) == (3, 3)
+    for operator in ("addmm", "mm", attention):
+        assert selective[operator] == none[operator]
+    assert selective["native_layer_norm"] == full["native_layer_norm"] == 6
+    assert full[attention] == 6
+    assert full["addmm"] == none["addmm"] + 3  # the second product's result is in no block's graph
 
 
 def _evaluates(stage: int, choice: str) -> tuple[Tensor, Tensor, Tensor]:
