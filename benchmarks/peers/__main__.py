@@ -130,4 +130,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except EngineFailedError as failure:
+        sys.exit(f"Nothing to compare with: {failure}")

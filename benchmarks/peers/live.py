@@ -120,10 +120,12 @@ class LiveEngine:
                 try:
                     answers[rank] = channel.recv()
                 except (EOFError, ConnectionResetError):
-                    raise self._failed(rank, f"ended with status {self._processes[rank].wait()}") from None
+                    raise self._failed(rank, "ended") from None
         return [answers[rank] for rank in sorted(answers)]
 
     def _failed(self, rank: int, how: str) -> EngineFailedError:
+        with suppress(subprocess.TimeoutExpired):
+            how += f" with status {self._processes[rank].wait(timeout=5)}"
         for process in self._processes:
             process.kill()
         self.close()

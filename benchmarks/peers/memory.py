@@ -62,7 +62,7 @@ class MemoryWatch:
 
     def __init__(self, heap: HeapCounter, *, base_bytes: int, ranks: int, known: frozenset[Key]) -> None:
         self._heap, self._base, self._ranks, self._known = heap, base_bytes, ranks, known
-        self._thread = threading.Thread(target=self._follow)
+        self._thread = threading.Thread(target=self._follow, daemon=True)
         self._stopping = threading.Event()
         self._peaks = MemoryPeaks()
         self._shared = 0
