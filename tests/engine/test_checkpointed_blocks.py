@@ -171,8 +171,8 @@ def test_checkpointed_blocks_equal_plain_training(ranks: RanksOf, stage: int, bu
     assert_same_weights(ranks(2).run(train, setup), reference(setup))
 
 
+@stages
 @pytest.mark.parametrize("choice", ["selective", "full"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_blocks_that_checkpoint_a_part_by_themselves(ranks: RanksOf, stage: int, choice: str) -> None:
     setup = Setup(_Of(Nested), _config(stage, choice), SGD, steps=3)
     assert_same_weights(ranks(2).run(train, setup), reference(setup))
