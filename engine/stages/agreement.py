@@ -59,8 +59,7 @@ class Agreement:
         self._ranks, self._units, self._flags = ranks, units, flags
         self._own: dist.ProcessGroup | None = None
         if ranks.size > 1 and not ranks.has_host_transport and dist.is_gloo_available():
-            own = dist.new_group(dist.get_process_group_ranks(ranks.group), backend="gloo", timeout=_TIMEOUT,
-                                 use_local_synchronization=True)
+            own = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # of all processes, as `ranks` are
             assert isinstance(own, dist.ProcessGroup)
             self._own = own
 

@@ -42,7 +42,10 @@ class _Saved:
 
 
 class _Gathered:
-    """A unit's buckets (size,) by index, and the all-gathers that fill them."""
+    """A unit's buckets (size,) by index, and what fills them.
+
+    Not to be dropped before it was waited for: what fills them may run on streams that the allocator does not know of.
+    """
 
     def __init__(self, fulls: dict[int, Tensor], arriving: Sequence[Pending]) -> None:
         self.fulls, self._arriving = fulls, arriving
@@ -52,6 +55,16 @@ class _Gathered:
             pending.wait()
         self._arriving = ()
         return self.fulls
+
+
+class _Upload:
+    """Copies from the host on a stream of their own, and what was issued to follow them."""
+
+    def __init__(self, device: torch.device, done: torch.Event) -> None:
+        self._device, self._done = device, done
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._done)
 
 
 class Gathering:
@@ -77,6 +90,8 @@ class Gathering:
         self._used: OrderedDict[int, Unit] = OrderedDict()  # and still gathered, least recently used first
         self._holders = dict.fromkeys(range(len(units)), 0)
         self._live: dict[int, tuple[Unit, int]] = {}  # unit and bucket by the address of gathered memory
+        uploads = ranks.device.type != "cpu" and any(shard.device != ranks.device for shard in shards.values())
+        self._uploads = torch.Stream(ranks.device) if uploads else None
         self._agreement = Agreement(ranks, units=len(units), flags=flags)
         self._on_demand = OnDemand(self._reading)
         for unit in units:
@@ -243,17 +258,23 @@ class Gathering:
                 self._live[full.untyped_storage().data_ptr()] = (unit, index)
 
     def _gather(self, unit: Unit) -> _Gathered:
-        size, own = self._ranks.size, self._ranks.rank
-        fulls: dict[int, Tensor] = {}
+        if self._ranks.size == 1 and self._uploads is None:
+            return _Gathered({bucket.index: self._shards[bucket.index] for bucket in unit.buckets}, ())
+        fulls = {bucket.index: torch.empty(bucket.size, dtype=bucket.dtype, device=self._ranks.device)
+                 for bucket in unit.buckets}
+        if self._uploads is None:
+            return _Gathered(fulls, self._fill(unit, fulls))
+        # The memory may have been used until now by what is queued on the current stream.
+        self._uploads.wait_stream(torch.accelerator.current_stream(self._ranks.device))
+        with self._uploads:
+            arriving = self._fill(unit, fulls)
+            return _Gathered(fulls, [*arriving, _Upload(self._ranks.device, self._uploads.record_event())])
+
+    def _fill(self, unit: Unit, fulls: dict[int, Tensor]) -> list[Pending]:
+        """Put this rank's shards in their places and start gathering the others', from the current stream on."""
         for bucket in unit.buckets:
-            shard = self._shards[bucket.index]
-            if size == 1:
-                fulls[bucket.index] = shard.to(self._ranks.device)
-            else:
-                full = torch.empty(bucket.size, dtype=bucket.dtype, device=self._ranks.device)
-                full[bucket.shard(own)].copy_(shard, non_blocking=True)
-                fulls[bucket.index] = full
-        return _Gathered(fulls, [self._ranks.all_gather(batch.rows(fulls)) for batch in unit.batches])
+            fulls[bucket.index][bucket.shard(self._ranks.rank)].copy_(self._shards[bucket.index], non_blocking=True)
+        return [self._ranks.all_gather(batch.rows(fulls)) for batch in unit.batches]
 
     def _release(self, unit: Unit) -> None:
         """Drop the gathered buckets; their memory goes when the last tensor that refers to it does."""
