@@ -61,19 +61,11 @@ class Part:
         """Take the summed gradient (n,) of this part; a transfer starts here."""
         self._gradient = lambda: gradient
 
-    def assign_gradients(self, *, used: set[int] | None, divisor: float) -> None:
-        """Set the slices' gradients for the optimizer, divided, None for parameters not used."""
+    def take_gradient(self, *, divisor: float) -> Tensor:
+        """(n,) the gradient received, divided, in the master's dtype."""
         assert self._gradient is not None
         gradient, self._gradient = self._gradient().to(self.master.dtype), None
-        if divisor != 1:
-            gradient.mul_(1 / divisor)
-        for piece in self.slices:
-            if used is None or piece.managed.index in used:
-                piece.tensor.grad = gradient[piece.place]
-
-    def drop_gradients(self) -> None:
-        for piece in self.slices:
-            piece.tensor.grad = None
+        return gradient.mul_(1 / divisor) if divisor != 1 else gradient
 
     def store(self) -> None:
         """Write the master to the parameters."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.buckets import Bucket
+from engine.chunks import Chunk, chunks_of
 from engine.offload import HostMemory, make_transfers
 from engine.optimizers import StepHooks, is_stock, prepare_state, scales_in_kernel
 from engine.owned import Offload, Part, Slice, adopt, groups_of, make_parts
@@ -32,6 +33,8 @@ class OwnedUpdate:
         offload = Offload(host_ratio, host, make_transfers(device, host, buffers=at_once))
         self._parts = [make_parts(bucket, stage, groups, offload) for bucket in stage.buckets]
         adopt(optimizer, list(self.parts))
+        self._chunks: dict[Part, list[Chunk]] = {
+            part: chunks_of(part, joins=is_stock(optimizer)) for part in self.parts}
         self._scales_in_kernel = scales_in_kernel(optimizer)
 
     @property
@@ -66,12 +69,9 @@ class OwnedUpdate:
         for number in range(len(self._rounds)):
             parts = upcoming
             upcoming = self._receive(self._rounds[number + 1]) if number + 1 < len(self._rounds) else []
-            for part in parts:
-                part.assign_gradients(used=used, divisor=divisor)
             with hooks.in_round(first=number == 0, last=number + 1 == len(self._rounds)):
-                self._step_optimizer(parts)
+                self._step_optimizer(parts, used=used, divisor=divisor)
             for part in parts:
-                part.drop_gradients()
                 part.store()
             for index in self._rounds[number]:
                 self._stage.gradients.use_up(self._stage.gradients.states[index])
@@ -85,10 +85,12 @@ class OwnedUpdate:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give the module the masters' values, after they were changed other than by `step`."""
+        """Give the module the masters' values, after they and the states were changed other than by `step`."""
         for parts in self._parts:
             for part in parts:
                 part.store()
+                for chunk in self._chunks[part]:
+                    chunk.reset()
             self._stage.publish(parts[0].bucket)
         self._stage.finish_publishing()
 
@@ -110,7 +112,7 @@ class OwnedUpdate:
         return sum(value.nbytes for part in self.parts if part.on_host for value in self._states(part))
 
     def close(self) -> None:
-        self._parts, self._rounds = [], []
+        self._parts, self._rounds, self._chunks = [], [], {}
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = []
@@ -126,15 +128,19 @@ class OwnedUpdate:
                 parts.append(part)
         return parts
 
-    def _step_optimizer(self, parts: Sequence[Part]) -> None:
+    def _step_optimizer(self, parts: Sequence[Part], *, used: set[int] | None, divisor: float) -> None:
         members: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         for part in parts:
-            for piece in part.slices:
-                members[piece.group].append(piece.tensor)
+            gradient = part.take_gradient(divisor=divisor)
+            for chunk in self._chunks[part]:
+                members[chunk.group] += chunk.begin(self.optimizer, gradient, used)
         for group, tensors in zip(self.optimizer.param_groups, members, strict=True):
             group["params"] = tensors
             prepare_state(self.optimizer, tensors, group)
         self.optimizer.step()
+        for part in parts:
+            for chunk in self._chunks[part]:
+                chunk.end(self.optimizer)
 
     def _states(self, part: Part) -> Iterator[Tensor]:
         for piece in part.slices:

@@ -77,3 +77,49 @@ def test_the_update_sees_torch_optimizers_own_groups() -> None:
     assert [sum(tensor.numel() for tensor in group["params"]) for group in trainer.optimizer.param_groups] == sizes
     assert isinstance(trainer.optimizer, torch.optim.AdamW)
     trainer.close()
+
+
+def _stepped_tensors(config: TrainConfig) -> list[int]:
+    """How many tensors the optimizer is given in each of three steps."""
+    trainer = start(Setup(Chain, config))
+    counts = []
+    for _ in range(3):
+        seen: list[int] = []
+        trainer.backward(trainer(torch.ones(2, FEATURES)).mean())
+        inner = trainer.optimizer.step
+        trainer.optimizer.step = lambda *_, seen=seen, inner=inner: (  # type: ignore[method-assign]
+            seen.append(sum(len(group["params"]) for group in trainer.optimizer.param_groups)), inner())[1]
+        trainer.step()
+        trainer.optimizer.step = inner  # type: ignore[method-assign]
+        counts.append(sum(seen))
+    trainer.close()
+    return counts
+
+
+def test_a_step_takes_one_tensor_a_bucket_however_many_parameters_there_are() -> None:
+    assert _stepped_tensors(TrainConfig(reduce_bucket_size=10**6)) == [LAYERS + 1, 1, 1]
+    assert _stepped_tensors(TrainConfig(reduce_bucket_size=10**6, offload_optimizer_ratio=0.5)) == [LAYERS + 2, 2, 2]
+
+
+class Turns(nn.Module):
+    """Leaves one layer out in the steps that it is told."""
+
+    def __init__(self, without: tuple[int, ...]) -> None:
+        super().__init__()
+        self.without, self.calls = without, 0
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        left_out = self.calls in self.without
+        self.calls += 1
+        for number, layer in enumerate(self.layers):
+            inputs = inputs if left_out and number == 2 else torch.tanh(layer(inputs))
+        return inputs
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "radam", "rmsprop"])
+@pytest.mark.parametrize("without", [(), (0,), (2,), (1, 3)])
+def test_counts_go_apart_where_a_parameter_is_left_out(ranks: RanksOf, name: str, without: tuple[int, ...]) -> None:
+    optimizer = OptimizerConfig.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
+    setup = Setup(partial(Turns, without), TrainConfig(zero_stage=1), optimizer, steps=6)
+    assert_same_weights(ranks(2).run(train, setup), reference(setup))
