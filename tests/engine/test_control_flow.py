@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from engine import OptimizerConfig, TrainConfig
-from engine.stages.parameter_sharded import ParameterSharded
-from engine.trainer import Trainer, initialize
+from engine.trainer import initialize
+from tests.engine.replicas import gathered_bytes
 from tests.engine.training import (
     FEATURES,
     Block,
@@ -32,11 +32,6 @@ from tests.engine.training import (
     worlds,
 )
 from tests.support.ranks import RankPool
-
-
-def gathered_bytes(trainer: Trainer) -> int:
-    stage = trainer._stage
-    return stage.gathered_bytes() if isinstance(stage, ParameterSharded) else 0
 
 
 class Experts(nn.Module):

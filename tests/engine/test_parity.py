@@ -159,53 +159,6 @@ def test_parameter_groups_of_a_factory(ranks: RanksOf, stage: int, world_size: i
     assert_same_weights(ranks(world_size).run(train, setup), reference(setup))
 
 
-class LowRank(nn.Module):
-    """Frozen layers with small trainable ones beside them, as in LoRA."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleDict({"base": nn.Linear(FEATURES, FEATURES),
-                                                   "down": nn.Linear(FEATURES, 2, bias=False),
-                                                   "up": nn.Linear(2, FEATURES, bias=False)}) for _ in range(3))
-        self.layers = nn.ModuleList(_LowRankLayer(parts) for parts in self.blocks)
-        for parts in self.blocks:
-            parts["base"].requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.mean(1, keepdim=True)
-
-
-class _LowRankLayer(nn.Module):
-    def __init__(self, parts: nn.ModuleDict) -> None:
-        super().__init__()
-        self.base, self.down, self.up = parts["base"], parts["down"], parts["up"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-def low_rank() -> nn.Module:
-    model = LowRank()
-    del model.blocks
-    return model
-
-
-@stages
-def test_mixture_of_frozen_and_low_rank_layers(ranks: RanksOf, stage: int) -> None:
-    setup = Setup(low_rank, TrainConfig(zero_stage=stage))
-    histories = ranks(2).run(train, setup)
-    assert_same_weights(histories, reference(setup))
-    frozen = built_value(low_rank, "layers.0.base.weight")
-    assert torch.equal(histories[0][-1]["layers.0.base.weight"], frozen)
-
-
-def built_value(build: Callable[[], nn.Module], name: str) -> Tensor:
-    torch.manual_seed(7)
-    return build().state_dict()[name]
-
-
 def _first_step_gradients_are_means(stage: int) -> float:
     """The largest change by one plain SGD step, over the learning rate: the gradient's largest element."""
     setup = Setup(perceptron, TrainConfig(zero_stage=stage), OptimizerConfig(name="sgd", lr=0.1), steps=1)
