@@ -13,7 +13,8 @@ _HOST_ALLOCATION = re.compile(r"DefaultCPUAllocator|not enough memory|Cannot all
 _DEVICE_ALLOCATION = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _PEER_GONE = re.compile(r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|remote process exited|"
                         r"Socket Timeout|gloo.*(transport|read|write|recv|send).*error|NCCL.*(unhandled|remote)|"
-                        r"Application timeout caused pair closure", re.IGNORECASE | re.DOTALL)
+                        r"Application timeout caused pair closure|Timed out waiting \d+ms for (send|recv) operation",
+                        re.IGNORECASE | re.DOTALL)
 
 
 def outcome_of(error: BaseException, device_type: str) -> Outcome:
