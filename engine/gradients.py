@@ -1,9 +1,10 @@
 """From autograd's gradients to summed gradient shards.
 
 Every trainable parameter has one hook that moves its gradient into its bucket's local buffer. A pass is one backward
-call. In a pass that reduces, buckets are reduced in one order on every rank, whatever order autograd ran in there and
-whatever parameters it reached, so that ranks never meet in different collectives. That is the buckets' own order, but
-those with a parameter that some rank did not use in the first window come last, where they hold up no other.
+call; gradients that come outside of one, of another trainer's loss, do not count. In a pass that reduces, buckets are
+reduced in one order on every rank, whatever order autograd ran in there and whatever parameters it reached, so that
+ranks never meet in different collectives. That is the buckets' own order, but those with a parameter that some rank did
+not use in the first window come last, where they hold up no other.
 """
 
 from collections import deque
@@ -69,7 +70,7 @@ class GradientBuckets:
         self._queue: deque[tuple[BucketGradients, PendingSum, int]] = deque()
         self._held_bytes = 0
         self._new_window = True
-        self._reducing = self._eager = False
+        self._in_pass = self._reducing = self._eager = False
         self._order = list(self.states)
         self._next = 0
         self.is_ordered = False
@@ -86,14 +87,14 @@ class GradientBuckets:
         """
         for state in self.states:
             state.missing = len(state.bucket.slots)
-        self._reducing, self._eager, self._next = reduce, eager, 0
+        self._in_pass, self._reducing, self._eager, self._next = True, reduce, eager, 0
 
     def end_pass(self) -> None:
         """Launch what the pass left: buckets with parameters that autograd did not reach."""
         if self._reducing and self._eager:
             while self._next < len(self._order):
                 self._launch_next()
-        self._reducing = False
+        self._in_pass = self._reducing = False
 
     def put_last(self, parameters: set[int]) -> None:
         """From now on reduce the buckets of these parameters after the others. Equal on every rank, between passes."""
@@ -147,12 +148,14 @@ class GradientBuckets:
             state.local, state.reduced = None, None
             state.filled.clear()
         self._held_bytes = 0
+        self._in_pass = self._reducing = False
 
     def _register(self, state: BucketGradients, slot: Slot) -> RemovableHandle:
         def accept(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            self._accept(state, slot, gradient)
+            if self._in_pass:
+                self._accept(state, slot, gradient if gradient.layout == torch.strided else gradient.to_dense())
 
         slot.managed.parameter.grad = None  # of before, which would join the first one
         hook: RemovableHandle = slot.managed.parameter.register_post_accumulate_grad_hook(accept)  # type: ignore[no-untyped-call]

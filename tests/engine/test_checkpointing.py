@@ -27,6 +27,8 @@ from tests.engine.training import (
     built,
     loss_of,
     micro_batches,
+    over_shared_memory,
+    over_sockets,
     reference,
     stages,
     start,
@@ -92,12 +94,14 @@ class SharesCheckpointed(nn.Module):
         return self.leave(x)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@over_shared_memory
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_after_their_reduction_are_refused(ranks: RanksOf, stage: int) -> None:
     with pytest.raises(RankError, match=r"shared\.weight.*use_reentrant=True share"):
         ranks(2).run(train, Setup(SharesCheckpointed, TrainConfig(zero_stage=stage, reduce_bucket_size=16)))
 
 
+@over_sockets
 def test_at_stage_3_gradients_after_their_reduction_count(ranks: RanksOf) -> None:
     setup = Setup(SharesCheckpointed, TrainConfig(zero_stage=3, reduce_bucket_size=16))
     assert_same_weights(ranks(2).run(train, setup), reference(setup))

@@ -1,5 +1,6 @@
 """Two models trained against each other, each by a trainer of its own."""
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -45,8 +46,8 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def _duel(stage: int) -> list[Weights]:
-    """The discriminator is frozen while the generator learns through it."""
+def _duel(stage: int, freezes: bool) -> list[Weights]:
+    """The generator learns through the discriminator, which may be frozen meanwhile."""
     config = TrainConfig(zero_stage=stage, reduce_bucket_size=100)
     maker = initialize(built(Generator), config=config, optimizer=MOMENTUM)
     critic = initialize(built(discriminator), config=config, optimizer=MOMENTUM)
@@ -55,7 +56,7 @@ def _duel(stage: int) -> list[Weights]:
         fake = maker(_own(samples(step)[0]))
         critic.backward(_judged(critic.module, fake, _own(samples(50 + step)[0])))
         critic.step()
-        critic.module.requires_grad_(False)
+        critic.module.requires_grad_(not freezes)
         maker.backward(fake.square().mean() - critic(fake).mean())
         maker.step()
         critic.module.requires_grad_(True)
@@ -82,5 +83,6 @@ def _duel_by_hand() -> list[Weights]:
 
 
 @ways
-def test_generator_and_discriminator(ranks: RanksOf, stage: int) -> None:
-    assert_same_weights(ranks(2).run(_duel, stage), _duel_by_hand())
+@pytest.mark.parametrize("freezes", [True, False])
+def test_generator_and_discriminator(ranks: RanksOf, stage: int, freezes: bool) -> None:
+    assert_same_weights(ranks(2).run(_duel, stage, freezes), _duel_by_hand())
