@@ -94,8 +94,10 @@ class Gathering:
         self._uploads = torch.Stream(ranks.device) if uploads else None
         self._agreement = Agreement(ranks, units=len(units), flags=flags)
         self._on_demand = OnDemand(self._reading)
+        self._placeholders = [unit.placeholders(ranks.device) for unit in units]
+        self._bound = set(range(len(units)))
         for unit in units:
-            unit.unbind()
+            self._unbind(unit)
             self._on_demand.watch(unit.parameters)
 
     @property
@@ -130,7 +132,7 @@ class Gathering:
         def left(unit: Unit, is_last: bool) -> None:
             leave(unit, is_last)
             if unit.index not in self._used:
-                self._release(unit)
+                self.release(unit)
 
         self._pass, self._history, self._asked = point, [], False
         try:
@@ -194,9 +196,12 @@ class Gathering:
             self._holders[unit.index] += 1
         try:
             for unit in held:
-                self._use(unit)
+                fulls = self._use(unit)
                 if self._holders[unit.index] == 1:
                     self._on_demand.unwatch(unit.parameters)
+                if unit.index not in self._bound:
+                    unit.bind(fulls)
+                    self._bound.add(unit.index)
             with self._saving():
                 yield
         finally:
@@ -218,18 +223,16 @@ class Gathering:
                 self._history.append(unit.index)
             if self._schedule is None or not self._schedule.reach(unit):
                 self._ask(unit)
-            with torch._C.DisableTorchFunctionSubclass():
-                unit.bind(self._gathered[unit.index].wait())
             self._used[unit.index] = unit
         self._used.move_to_end(unit.index)
-        return self._gathered[unit.index].fulls
+        return self._gathered[unit.index].wait()
 
     def _make_room(self) -> None:
         """For one more."""
         kept = 1 if self._pass is Point.FORWARD else _KEPT
         idle = [unit for unit in self._used.values() if not self._holders[unit.index]]
         for unit in idle[:max(len(self._used) + 1 - kept, 0)]:
-            self._release(unit)
+            self.release(unit)
 
     def _ask(self, unit: Unit) -> None:
         """Have all ranks gather a unit that this one has no turn for."""
@@ -276,28 +279,32 @@ class Gathering:
             fulls[bucket.index][bucket.shard(self._ranks.rank)].copy_(self._shards[bucket.index], non_blocking=True)
         return [self._ranks.all_gather(batch.rows(fulls)) for batch in unit.batches]
 
-    def _release(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
         """Drop the gathered buckets; their memory goes when the last tensor that refers to it does."""
         if self._holders[unit.index] or unit.index not in self._gathered:
             return
         for full in self._gathered.pop(unit.index).wait().values():
             self._live.pop(full.untyped_storage().data_ptr(), None)
-        if self._used.pop(unit.index, None) is not None:
-            with torch._C.DisableTorchFunctionSubclass():
-                unit.unbind()
+        self._used.pop(unit.index, None)
+        self._unbind(unit)
 
-    def release(self, unit: Unit) -> None:
-        """Nothing more of this pass needs the unit."""
-        self._release(unit)
+    def _unbind(self, unit: Unit) -> None:
+        if unit.index in self._bound:
+            self._bound.remove(unit.index)
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter, placeholder in zip(unit.parameters, self._placeholders[unit.index], strict=True):
+                    parameter.data = placeholder
 
     def release_all(self) -> None:
         for unit in self._units:
-            self._release(unit)
+            self.release(unit)
 
     def close(self) -> None:
+        if self._uploads is not None:  # their memory is given back, which may be used at once
+            torch.accelerator.current_stream(self._ranks.device).wait_stream(self._uploads)
         for unit in self._units:
             self._on_demand.unwatch(unit.parameters)
-            unit.unbind()
+            self._unbind(unit)
         self._gathered.clear()
         self._live.clear()
         self._used.clear()

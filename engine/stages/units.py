@@ -42,13 +42,11 @@ class Unit:
         for bucket in self.buckets:
             bucket.bind(fulls[bucket.index])
 
-    def unbind(self) -> None:
-        """Leave the parameters their shape, and NaN in place of values."""
-        for bucket in self.buckets:
-            device = bucket.slots[0].managed.parameter.device
-            nan = torch.full((), float("nan"), dtype=bucket.dtype, device=device)
-            for slot in bucket.slots:
-                slot.managed.parameter.data = nan.expand(slot.shape)
+    def placeholders(self, device: torch.device) -> list[Tensor]:
+        """For each parameter NaN in its shape, which takes no memory."""
+        nan = torch.full((), float("nan"), device=device)
+        nans = {bucket.dtype: nan.to(bucket.dtype) for bucket in self.buckets}
+        return [nans[bucket.dtype].expand(slot.shape) for bucket in self.buckets for slot in bucket.slots]
 
 
 @dataclass(frozen=True)
