@@ -140,11 +140,9 @@ class Gathering:
             try:
                 yield
             except Exception:
-                self._end(together)
-                finish()
+                self._end(together, finish)
                 raise
-            self._end(together)
-            finish()
+            self._end(together, finish)
         finally:
             self._pass = self._schedule = None
 
@@ -171,7 +169,7 @@ class Gathering:
             if not votes.points[Point.FORWARD]:
                 raise votes.differ()
 
-    def _end(self, together: bool) -> None:
+    def _end(self, together: bool, finish: Callable[[], None]) -> None:
         assert self._schedule is not None
         assert self._pass is not None
         self._schedule.finish()
@@ -179,6 +177,7 @@ class Gathering:
             self.meet(Point.END)
             if self._asked and self._agreement.is_same(self._history):
                 self._learn(self._orders[self._pass])
+        finish()
         self.release_all()
 
     def _learn(self, order: list[Unit]) -> None:

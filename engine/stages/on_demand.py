@@ -23,6 +23,8 @@ _METADATA: frozenset[Any] = frozenset({
 })
 """What can be told of a parameter without its values."""
 
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
 
 class OnDemand:
     """Watches parameters: what reads a watched one runs inside of `hold`, where it has values.
@@ -55,6 +57,12 @@ def _is_watched(value: Any) -> bool:
     return getattr(type(value), "engine_watches", False)
 
 
+def _changes(function: Callable[..., Any]) -> bool:
+    """Whether it changes its first argument, by torch's way of naming such functions."""
+    name = getattr(function, "__name__", "")
+    return function == _SET_DATA or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 def _watched(own: type, hold: Hold) -> type:
     def read(cls: type, function: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (),
              kwargs: dict[str, Any] | None = None) -> Any:
@@ -62,6 +70,9 @@ def _watched(own: type, hold: Hold) -> type:
         if function in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        if _changes(function) and args and _is_watched(args[0]):
+            raise RuntimeError("changing a parameter has no effect at zero_stage 3, where it is gathered from its "
+                               "shards for every use: change it before initialize, or load a checkpoint")
         with hold([leaf for leaf in _pytree.tree_leaves((args, kwargs)) if _is_watched(leaf)]):
             return function(*args, **kwargs)
 

@@ -185,6 +185,15 @@ def test_only_values_are_gathered_for(ranks: RanksOf) -> None:
         assert all(same)
 
 
+@pytest.mark.parametrize("change", [Tensor.zero_, nn.init.ones_, lambda p: setattr(p, "data", p + 1),
+                                    lambda p: p.__setitem__(0, 1.0)])
+def test_a_parameter_is_not_changed_in_vain(change: Callable[[Tensor], object]) -> None:
+    trainer = initialize(built(Tower), config=TrainConfig(zero_stage=3))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="before initialize"):
+        change(trainer.module.get_parameter("leave.weight"))
+    trainer.close()
+
+
 def _vote_apart() -> tuple[list[int], list[int], list[bool], bool]:
     ranks = connect(torch.device("cpu"))
     ranks.has_host_transport = False  # stands for NCCL
