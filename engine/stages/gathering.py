@@ -11,7 +11,7 @@ only slower.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,8 @@ class Gathering:
             try:
                 yield
             except Exception:
-                self._end(together, finish)
+                with suppress(RuntimeError):  # as where others failed too: this rank's own error tells more
+                    self._end(together, finish)
                 raise
             self._end(together, finish)
         finally:
