@@ -93,12 +93,11 @@ class Gathering:
         uploads = ranks.device.type != "cpu" and any(shard.device != ranks.device for shard in shards.values())
         self._uploads = torch.Stream(ranks.device) if uploads else None
         self._agreement = Agreement(ranks, units=len(units), flags=flags)
-        self._on_demand = OnDemand(self._reading)
         self._placeholders = [unit.placeholders(ranks.device) for unit in units]
         self._bound = set(range(len(units)))
         for unit in units:
             self._unbind(unit)
-            self._on_demand.watch(unit.parameters)
+        self._on_demand = OnDemand(self._unit_of, self._reading)
 
     @property
     def in_pass(self) -> bool:
@@ -211,10 +210,7 @@ class Gathering:
                     self._on_demand.watch(unit.parameters)
 
     def _reading(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        for parameter in parameters:
-            if parameter not in self._unit_of:
-                self._on_demand.unwatch([parameter])  # a copy, which has its values
-        return self.holding({self._unit_of[parameter]: None for parameter in parameters if parameter in self._unit_of})
+        return self.holding(dict.fromkeys(self._unit_of[parameter] for parameter in parameters))
 
     def _use(self, unit: Unit) -> dict[int, Tensor]:
         if unit.index not in self._used:
@@ -302,8 +298,8 @@ class Gathering:
     def close(self) -> None:
         if self._uploads is not None:  # their memory is given back, which may be used at once
             torch.accelerator.current_stream(self._ranks.device).wait_stream(self._uploads)
+        self._on_demand.close()
         for unit in self._units:
-            self._on_demand.unwatch(unit.parameters)
             self._unbind(unit)
         self._gathered.clear()
         self._live.clear()

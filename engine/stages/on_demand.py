@@ -33,9 +33,10 @@ class OnDemand:
     own again, so that reading it costs nothing, and compilers see what they know.
     """
 
-    def __init__(self, hold: Hold) -> None:
-        self._hold = hold
+    def __init__(self, parameters: Iterable[nn.Parameter], hold: Hold) -> None:
+        self._parameters, self._hold = frozenset(parameters), hold
         self._classes: dict[type, type] = {}
+        self.watch(self._parameters)
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -43,14 +44,38 @@ class OnDemand:
             if _is_watched(parameter):
                 continue
             if own not in self._classes:
-                self._classes[own] = _watched(own, self._hold)
+                self._classes[own] = _watched(own, self._read)
             parameter.__class__ = self._classes[own]
 
-    @staticmethod
-    def unwatch(parameters: Iterable[nn.Parameter]) -> None:
+    def unwatch(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             if _is_watched(parameter):
                 parameter.__class__ = type(parameter).__mro__[1]
+
+    def close(self) -> None:
+        self.unwatch(self._parameters)
+
+    def _read(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watched = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if _is_watched(leaf)]
+        self.unwatch(set(watched) - self._parameters)  # copies, which have values
+        if _changes(function) and any(_is_watched(first) for first in args[:1]):
+            raise RuntimeError("changing a parameter has no effect at zero_stage 3, where it is gathered from its "
+                               "shards for every use: change it before initialize, or load a checkpoint")
+        with self._hold([parameter for parameter in watched if parameter in self._parameters]):
+            return function(*args, **kwargs)
+
+
+def _watched(own: type, read: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> type:
+    """A subclass that hands what is done with its values to `read`."""
+    def run(cls: type, function: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None) -> Any:
+        if function not in _METADATA:
+            return read(function, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    return type(own)(own.__name__, (own,), {"__torch_function__": classmethod(run), "engine_watches": True,
+                                            "__module__": own.__module__})
 
 
 def _is_watched(value: Any) -> bool:
@@ -61,20 +86,3 @@ def _changes(function: Callable[..., Any]) -> bool:
     """Whether it changes its first argument, by torch's way of naming such functions."""
     name = getattr(function, "__name__", "")
     return function == _SET_DATA or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-def _watched(own: type, hold: Hold) -> type:
-    def read(cls: type, function: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (),
-             kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if function in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
-        if _changes(function) and args and _is_watched(args[0]):
-            raise RuntimeError("changing a parameter has no effect at zero_stage 3, where it is gathered from its "
-                               "shards for every use: change it before initialize, or load a checkpoint")
-        with hold([leaf for leaf in _pytree.tree_leaves((args, kwargs)) if _is_watched(leaf)]):
-            return function(*args, **kwargs)
-
-    return type(own)(own.__name__, (own,), {"__torch_function__": classmethod(read), "engine_watches": True,
-                                            "__module__": own.__module__})

@@ -1,6 +1,7 @@
 """What stage 3 among hosts gathers, when, and how its ranks keep together."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -173,6 +174,10 @@ def _look_without_values() -> tuple[bool, list[bool]]:
     quiet = trainer.collective_counts == before
     weights = trainer.consolidated_state_dict()
     same = [torch.equal(value, weights[name]) for name, value in trainer.module.named_parameters()]
+    average = deepcopy(weight)
+    with torch.no_grad():
+        average.lerp_(weight, 0.5).mul_(2)
+    same.append(torch.equal(average, 2 * weights["blocks.2.up.weight"]))
     trainer.close()
     return quiet, same
 
