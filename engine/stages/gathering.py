@@ -1,8 +1,9 @@
 """Stage 3's gathering: whole parameters while something reads them, and the same collectives on every rank.
 
-A forward or backward is a pass. It follows a schedule, and ends when all ranks have agreed that none needs more: a rank
-that needs a unit whose turns are over asks for it, and those that stand at the end of the pass, or before the next one,
-gather it too. When all ranks went on asking alike, what they used becomes the schedule of later passes.
+A forward or backward is a pass. It follows a schedule. A rank that needs a unit whose turns are over asks for it, and
+those that stand before the next pass or the step gather it too. The first pass, and those after one in which ranks
+asked, end together: no rank goes on while another needs more, and where all used the same units in the same order, that
+becomes the schedule.
 
 What autograd saves of gathered memory for backward is replaced by a note of which unit it is part of, so that nothing
 gathered survives its use. The memory itself lives as long as any tensor refers to it: releasing early is never wrong,
@@ -86,6 +87,7 @@ class Gathering:
         self._schedule: Schedule | None = None
         self._history: list[int] = []  # units that this pass needed gathered
         self._asked = False  # whether some rank asked in this pass
+        self._ends_together = True  # whether the next pass does
         self._gathered: dict[int, _Gathered] = {}
         self._used: OrderedDict[int, Unit] = OrderedDict()  # and still gathered, least recently used first
         self._holders = dict.fromkeys(range(len(units)), 0)
@@ -123,10 +125,10 @@ class Gathering:
 
         Args:
             leave: called when a unit's turn is over, with whether it was the last.
-            finish: called when no rank needs anything more.
+            finish: called when all turns are over.
         """
-        together = self.meet(point) is not None
-        order = self._orders[point] if together else ()
+        alone = self.meet(point) is None
+        ends_together = self._ends_together and not alone
 
         def left(unit: Unit, is_last: bool) -> None:
             leave(unit, is_last)
@@ -135,14 +137,15 @@ class Gathering:
 
         self._pass, self._history, self._asked = point, [], False
         try:
-            self._schedule = Schedule(order, issue=self._issue, leave=left, ahead=self._ahead)
+            self._schedule = Schedule(() if alone else self._orders[point], issue=self._issue, leave=left,
+                                      finish=finish, ahead=self._ahead)
             try:
                 yield
             except Exception:
                 with suppress(RuntimeError):  # as where others failed too: this rank's own error tells more
-                    self._end(together, finish)
+                    self._end(together=ends_together)
                 raise
-            self._end(together, finish)
+            self._end(together=ends_together)
         finally:
             self._pass = self._schedule = None
 
@@ -169,7 +172,7 @@ class Gathering:
             if not votes.points[Point.FORWARD]:
                 raise votes.differ()
 
-    def _end(self, together: bool, finish: Callable[[], None]) -> None:
+    def _end(self, *, together: bool) -> None:
         assert self._schedule is not None
         assert self._pass is not None
         self._schedule.finish()
@@ -177,7 +180,7 @@ class Gathering:
             self.meet(Point.END)
             if self._asked and self._agreement.is_same(self._history):
                 self._learn(self._orders[self._pass])
-        finish()
+            self._ends_together = self._asked
         self.release_all()
 
     def _learn(self, order: list[Unit]) -> None:
@@ -241,7 +244,7 @@ class Gathering:
     def _bring(self, asked: Iterable[int], keep: Unit | None = None) -> None:
         """Gather units that ranks asked for; only one of them is for this rank to keep."""
         for index in asked:
-            self._asked = True
+            self._asked = self._ends_together = True
             if self._units[index] is keep:
                 self._issue(keep)
             else:

@@ -91,7 +91,10 @@ class ParameterSharded:
         self._root_left = False
         with self._gathering.running(Point.BACKWARD, leave=self._leave, finish=self._finish_backward):
             self.gradients.begin_pass(reduce=self._reduces, eager=False)
-            yield
+            try:
+                yield
+            finally:
+                self.gradients.end_pass()
 
     def finish_reductions(self) -> None:
         late = [state.local is not None for state in self.gradients.states]
@@ -173,7 +176,6 @@ class ParameterSharded:
         root = self._units[0]
         if self._is_reduced_last(root):
             self._launch_in_pass(bucket for bucket in root.trainable if bucket.index not in self._early)
-        self.gradients.end_pass()
 
     def _is_reduced_last(self, unit: Unit) -> bool:
         """The root has gradients all through the pass, where there are blocks."""

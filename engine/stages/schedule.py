@@ -16,14 +16,16 @@ class Schedule:
         order: in which units have their turns; one may have several.
         issue: starts gathering a unit.
         leave: called when a turn is over, with whether it was the unit's last.
+        finish: called when all are over.
         ahead: elements to issue beyond the present turn.
     """
 
     def __init__(self, order: Sequence[Unit], *, issue: Callable[[Unit], None], leave: Callable[[Unit, bool], None],
-                 ahead: int) -> None:
+                 finish: Callable[[], None], ahead: int) -> None:
         self._order = tuple(order)
         self._last_turns = {unit.index: turn for turn, unit in enumerate(order)}
-        self._issue, self._leave, self._ahead = issue, leave, ahead
+        self._issue, self._leave, self._finish, self._ahead = issue, leave, finish, ahead
+        self._finished = False
         self._turn = -1
         self._issued = 0
         if self._order:
@@ -42,8 +44,11 @@ class Schedule:
         return False
 
     def finish(self) -> None:
-        """Go on past the last turn."""
+        """Go on past the last turn, once."""
         self._advance(len(self._order))
+        if not self._finished:
+            self._finished = True
+            self._finish()
 
     def _advance(self, turn: int) -> None:
         while self._turn < turn:
