@@ -60,7 +60,7 @@ class Ranks:
         if group is None or self.size == 1:
             return
         if not self.has_host_transport or device.type != "cpu":
-            self._transport = NativeTransport(group, device=device)
+            self._transport = NativeTransport(group)
             return
         memory = None if os.environ.get(SOCKETS) else share_memory(self.gather_objects, rank=self.rank)
         self._shared = SharedCarrier(group, memory) if memory else None
@@ -92,16 +92,27 @@ class Ranks:
         assert self._shared is not None
         return self._shared.common(sizes)
 
-    def reserve(self, size: int) -> None:
-        """Make room for `size` bytes of what is being reduced at once. Collective, equal everywhere."""
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Make rooms of so many bytes for what is being reduced. Collective, equal everywhere."""
         if self._shared is not None:
-            self._shared.reserve(size)
+            self._shared.reserve(sizes)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) memory to fill and give to a reduction, or back by `discard`."""
-        if self._transport is None:
-            return torch.empty(numel, dtype=dtype, device=self.device)
-        return self._transport.empty(numel, dtype)
+    def empty(self, numel: int, dtype: torch.dtype, *, room: int) -> Tensor:
+        """(numel,) memory to fill and give to a reduction, or back by `discard`: a room of `reserve` if it is free."""
+        place = self._shared.room(room, numel, dtype) if self._shared else None
+        return torch.empty(numel, dtype=dtype, device=self.device) if place is None else place
+
+    def placed(self, values: Tensor, dtype: torch.dtype, *, room: int) -> Tensor:
+        """The values in `dtype` where they are best reduced from. Those given are used up."""
+        if self._transport is None or (values.dtype == dtype and (not self._shared or self.is_room(values))):
+            return values
+        placed = self.empty(values.numel(), dtype, room=room).copy_(values)
+        self.discard(values)
+        return placed
+
+    def is_room(self, values: Tensor) -> bool:
+        """Whether they lie in a room, which others may wait for."""
+        return self._shared is not None and self._shared.sends_in_place(values)
 
     def trim(self) -> None:
         """Give memory of `empty` back to the host until it is used again. After a barrier, nothing on its way."""
@@ -113,12 +124,11 @@ class Ranks:
         if self._shared is not None:
             self._shared.discard(memory)
 
-    def reduce_scatter(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
+    def reduce_scatter(self, full: Tensor, *, dtype: torch.dtype) -> PendingSum:
         """Sum `full` over the ranks; each gets its own slice.
 
         Args:
-            full: (size * n,). Left to the collective until waited for; contents then undefined.
-            wire: dtype to send in.
+            full: (size * n,), sent as it is. Left to the collective until waited for; contents then undefined.
             dtype: of the result.
 
         Returns:
@@ -126,19 +136,15 @@ class Ranks:
         """
         if self._transport is None:
             return Done(full.to(dtype))
-        self._count("reduce_scatter", full.numel() // self.size * (self.size - 1) * wire.itemsize)
-        return self._transport.reduce_scatter(full, wire=wire, dtype=dtype)
+        self._count("reduce_scatter", full.numel() // self.size * (self.size - 1) * full.element_size())
+        return self._transport.reduce_scatter(full, dtype=dtype)
 
-    def all_reduce(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
-        """Sum `full` (size * n,) over the ranks, sent in `wire`. The result has `dtype`.
-
-        Args:
-            full: as for `reduce_scatter`.
-        """
+    def all_reduce(self, full: Tensor, *, dtype: torch.dtype) -> PendingSum:
+        """Sum `full` (size * n,) over the ranks; in place where the result's `dtype` is its own."""
         if self._transport is None:
             return Done(full.to(dtype))
-        self._count("all_reduce", 2 * full.numel() * (self.size - 1) // self.size * wire.itemsize)
-        return self._transport.all_reduce(full, wire=wire, dtype=dtype)
+        self._count("all_reduce", 2 * full.numel() * (self.size - 1) // self.size * full.element_size())
+        return self._transport.all_reduce(full, dtype=dtype)
 
     def all_gather(self, rows: Sequence[Tensor]) -> Pending:
         """Complete tensors of which each rank holds one row, in place, in one collective.
@@ -153,10 +159,10 @@ class Ranks:
         return self._transport.all_gather(rows)
 
     def sum_small(self, values: Tensor) -> Tensor:
-        """Sum of a small tensor over the ranks, at once."""
-        if self.size > 1:
+        """Sum a small tensor over the ranks, at once and in place."""
+        if self._transport is not None:
             self.counts["small"] += 1
-            dist.all_reduce(values, group=self.group)
+            self._transport.sum_small(values)
         return values
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -190,6 +196,8 @@ class Ranks:
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
         self._owned = False
+        if self._shared is not None:
+            self._shared.leave()
         self.group = self._transport = self._shared = None
 
     def _count(self, kind: str, sent_bytes: int) -> None:

@@ -53,7 +53,7 @@ class GradientBuckets:
     Args:
         buckets: trainable ones, in reduction order.
         reduce: starts the reduction of a full local buffer of a bucket.
-        stays: gradients stay in the memory that they are collected in until the update, or over micro-batches.
+        stays: gradients stay in the memory that they are collected in over micro-batches.
         overlap: reduce while backward goes on; else wait for each bucket at once.
     """
 
@@ -61,17 +61,18 @@ class GradientBuckets:
                  dtypes: GradientDtypes, stays: bool, overlap: bool) -> None:
         self.states = tuple(BucketGradients(bucket) for bucket in buckets)
         self.peak_bytes = 0
-        self._ranks, self._reduce, self._local_dtype = ranks, reduce, dtypes.local
+        self._ranks, self._reduce, self._dtypes = ranks, reduce, dtypes
         self._in_flight = IN_FLIGHT if overlap else 1
         self._collects_for_wire = dtypes.local == dtypes.wire
         sizes = [bucket.size * dtypes.wire.itemsize for bucket in buckets]
-        at_once = len(sizes) if stays and self._collects_for_wire else self._in_flight + 1
-        ranks.reserve(max((sum(sizes[first:first + at_once]) for first in range(len(sizes))), default=0))
+        self._rooms = len(sizes) if stays and self._collects_for_wire else min(self._in_flight + 1, len(sizes))
+        ranks.reserve([max(sizes[room::self._rooms]) for room in range(self._rooms)])
         self._queue: deque[tuple[BucketGradients, PendingSum, int]] = deque()
         self._held_bytes = 0
         self._new_window = True
         self._in_pass = self._reducing = self._eager = False
         self._order = list(self.states)
+        self._place = {state.bucket.index: place for place, state in enumerate(self._order)}
         self._next = 0
         self.is_ordered = False
         self.used: set[int] = set()
@@ -99,6 +100,7 @@ class GradientBuckets:
     def put_last(self, parameters: set[int]) -> None:
         """From now on reduce the buckets of these parameters after the others. Equal on every rank, between passes."""
         self._order.sort(key=lambda state: any(slot.managed.index in parameters for slot in state.bucket.slots))
+        self._place = {state.bucket.index: place for place, state in enumerate(self._order)}
         self.is_ordered = True
 
     def launch(self, state: BucketGradients) -> None:
@@ -106,7 +108,8 @@ class GradientBuckets:
         local, state.local = self._close(state), None
         if len(self._queue) >= self._in_flight:
             self._finish_oldest()
-        self._queue.append((state, self._reduce(state.bucket, local), local.nbytes))
+        full = self._ranks.placed(local, self._dtypes.wire, room=self._room(state))
+        self._queue.append((state, self._reduce(state.bucket, full), local.nbytes))
         if self._in_flight == 1:
             self._finish_oldest()
 
@@ -164,7 +167,7 @@ class GradientBuckets:
     @torch.no_grad()
     def _accept(self, state: BucketGradients, slot: Slot, gradient: Tensor) -> None:
         if state.local is None:
-            state.local = self._empty(state.bucket)
+            state.local = self._empty(state)
         place = slot.view(state.local)
         index = slot.managed.index
         if index in state.filled:
@@ -182,14 +185,18 @@ class GradientBuckets:
         if self.on_complete is not None:
             self.on_complete(state)
 
-    def _empty(self, bucket: Bucket) -> Tensor:
+    def _empty(self, state: BucketGradients) -> Tensor:
         """A new local buffer."""
         if self._collects_for_wire:
-            local = self._ranks.empty(bucket.size, self._local_dtype)
+            local = self._ranks.empty(state.bucket.size, self._dtypes.local, room=self._room(state))
         else:
-            local = torch.empty(bucket.size, dtype=self._local_dtype, device=self._ranks.device)
+            local = torch.empty(state.bucket.size, dtype=self._dtypes.local, device=self._ranks.device)
         self._hold(local.nbytes)
         return local
+
+    def _room(self, state: BucketGradients) -> int:
+        """Neighbours in the order have different ones."""
+        return self._place[state.bucket.index] % self._rooms
 
     def _launch_next(self) -> None:
         self._next += 1
@@ -198,7 +205,7 @@ class GradientBuckets:
     def _close(self, state: BucketGradients) -> Tensor:
         """The local buffer with zeros where nothing was collected."""
         if state.local is None:
-            return self._empty(state.bucket).zero_()
+            return self._empty(state).zero_()
         for gap in state.bucket.gaps:
             state.local[gap].zero_()
         if len(state.filled) < len(state.bucket.slots):
@@ -214,10 +221,18 @@ class GradientBuckets:
         self._held_bytes -= local_bytes
         if state.reduced is None:
             self._hold(summed.nbytes)
-            state.reduced = summed
+            state.reduced = self._moved(state, summed)
         else:
             state.reduced.add_(summed)
             self._ranks.discard(summed)
+
+    def _moved(self, state: BucketGradients, summed: Tensor) -> Tensor:
+        """The sum, out of a room that a later bucket needs."""
+        if self._place[state.bucket.index] + self._rooms >= len(self._order) or not self._ranks.is_room(summed):
+            return summed
+        moved = summed.clone()
+        self._ranks.discard(summed)
+        return moved
 
     def _hold(self, new_bytes: int) -> None:
         self._held_bytes += new_bytes

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ class Segment:
     data: Tensor
     _map: mmap.mmap
 
+    def words(self) -> "memoryview[int]":
+        """It as 64-bit numbers, each of which is read and written whole."""
+        return memoryview(self._map).cast("q")
+
     def empty(self, start: int) -> None:
         """Give what lies behind `start`, a multiple of the page size, back to the host; it is zeros afterwards."""
         if start < len(self._map):
@@ -41,6 +46,15 @@ class SharedMemory:
 
     def __init__(self, gather: GatherObjects, *, rank: int) -> None:
         self._gather, self._rank = gather, rank
+        self._pids: list[int] = gather(os.getpid())
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether a rank's process still runs."""
+        try:
+            status = Path(f"/proc/{self._pids[rank]}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
     def mirrored(self, size: int) -> list[Segment]:
         """A segment of `size` bytes for each rank, all mapped here, by rank. Collective; `size` is equal everywhere.
@@ -64,10 +78,11 @@ class SharedMemory:
             descriptor = os.memfd_create("engine")
             os.ftruncate(descriptor, size)
         try:
-            places = self._gather((os.getpid(), descriptor))
+            descriptors = self._gather(descriptor)
             segments, problem = [], ""
             try:
-                segments = [_map(pid, number, size) for pid, number in places if number is not None]
+                segments = [_map(pid, number, size) for pid, number in zip(self._pids, descriptors, strict=True)
+                            if number is not None]
             except OSError as error:
                 problem = f"rank {self._rank}: {error}"
             # Also keeps every segment's descriptor open until all have mapped it.

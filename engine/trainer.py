@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from engine.precision import DTYPES, LossScale, cast_floating, compute_dtypes, p
 from engine.report import StateBytes
 from engine.requirements import require_same_model, require_trainable
 from engine.stages import Stage, StageContext, make_stage
-from engine.update import OwnedUpdate
+from engine.update import OwnedUpdate, storage_bytes
 from engine.values import Precision
 
 
@@ -411,12 +411,6 @@ def _require_copyable(config: TrainConfig) -> None:
 def _refuse_load_state_dict(*_: Any) -> None:
     raise RuntimeError("the engine holds this module's weights, and its next step would undo what is loaded here: load "
                        "before initialize, or call trainer.load_checkpoint()")
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind tensors."""
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storages.values())
 
 
 def _default_device() -> torch.device:

@@ -1,6 +1,6 @@
 """The optimizer step on what this rank owns, bucket after bucket."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class OwnedUpdate:
 
     def host_state_bytes(self) -> int:
         """Bytes of optimizer states on the host; masters are counted where they are allocated."""
-        return sum(value.nbytes for part in self.parts if part.on_host for value in self._states(part))
+        return storage_bytes(value for part in self.parts if part.on_host for value in self._states(part))
 
     def close(self) -> None:
         self._parts, self._rounds, self._chunks = [], [], {}
@@ -146,3 +146,9 @@ class OwnedUpdate:
         for piece in part.slices:
             yield from (value for value in self.optimizer.state.get(piece.tensor, {}).values()
                         if isinstance(value, Tensor))
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind tensors."""
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())

@@ -21,7 +21,6 @@ class FlatParameters:
     """
 
     reduces_every_micro_batch: ClassVar[bool]
-    reduces_in_place: ClassVar[bool] = False
 
     def __init__(self, context: StageContext) -> None:
         config, self.ranks = context.config, context.ranks
@@ -42,7 +41,7 @@ class FlatParameters:
         self._published: list[Pending] = []
         self._accumulates_locally = accumulates_locally
         self._unreduced = False
-        stays = self.reduces_in_place or (accumulates_locally and config.gradient_accumulation_steps > 1)
+        stays = accumulates_locally and config.gradient_accumulation_steps > 1
         self.gradients = GradientBuckets(self.buckets, ranks=self.ranks, reduce=self.reduce, dtypes=self.dtypes,
                                          stays=stays, overlap=config.overlap_comm)
 

@@ -16,4 +16,4 @@ class OptimizerSharded(FlatParameters):
         return bucket.shard(self.ranks.rank)
 
     def reduce(self, bucket: Bucket, local: Tensor) -> PendingSum:
-        return self.ranks.reduce_scatter(local, wire=self.dtypes.wire, dtype=self.dtypes.held)
+        return self.ranks.reduce_scatter(local, dtype=self.dtypes.held)

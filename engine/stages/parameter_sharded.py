@@ -159,7 +159,7 @@ class ParameterSharded:
     # Reducing
 
     def _reduce(self, bucket: Bucket, local: Tensor) -> PendingSum:
-        return self.ranks.reduce_scatter(local, wire=self._dtypes.wire, dtype=self._dtypes.held)
+        return self.ranks.reduce_scatter(local, dtype=self._dtypes.held)
 
     def _leave(self, unit: Unit, is_last: bool) -> None:
         """A unit's turn in backward is over."""

@@ -35,6 +35,7 @@ class ParameterShared(GradientSharded):
     def finish_publishing(self) -> None:
         self.ranks.barrier()
         # This stage is the one for least memory: forward and its activations need not find the buffers of backward.
+        # A rank that has still to read of the barrier finds zeros, which is what the barrier sums.
         self.ranks.trim()
 
     def parameter_bytes(self) -> int:

@@ -13,7 +13,6 @@ from engine.transports.base import PendingSum
 
 class Replicated(FlatParameters):
     reduces_every_micro_batch: ClassVar[bool] = False
-    reduces_in_place: ClassVar[bool] = True
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
         return [torch.empty(size, dtype=torch.uint8, device=self.ranks.device) for size in sizes]
@@ -22,7 +21,7 @@ class Replicated(FlatParameters):
         return slice(0, bucket.size)
 
     def reduce(self, bucket: Bucket, local: Tensor) -> PendingSum:
-        return self.ranks.all_reduce(local, wire=self.dtypes.wire, dtype=self.dtypes.held)
+        return self.ranks.all_reduce(local, dtype=self.dtypes.held)
 
     def publish(self, bucket: Bucket) -> None:
         """Every rank made the same update."""

@@ -24,17 +24,17 @@ class PendingSum(Protocol):
 class Transport(Protocol):
     """The collectives of at least two ranks. They sum and never average: averaging is not right on every backend."""
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) memory to fill for a reduction."""
+    def reduce_scatter(self, full: Tensor, *, dtype: torch.dtype) -> PendingSum:
+        """Start summing `full` (size * n,); the result (n,) is of every rank's slice number `rank`, in `dtype`."""
 
-    def reduce_scatter(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
-        """Start summing `full` (size * n,) in `wire`; the result (n,) is of every rank's slice number `rank`."""
-
-    def all_reduce(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
-        """Start summing `full` (n,) in `wire`."""
+    def all_reduce(self, full: Tensor, *, dtype: torch.dtype) -> PendingSum:
+        """Start summing `full` (size * n,); in place where the result's `dtype` is its own."""
 
     def all_gather(self, rows: Sequence[Tensor]) -> Pending:
         """Start completing tensors (size, n_i) of which row `rank` is there, in one go."""
+
+    def sum_small(self, values: Tensor) -> None:
+        """Sum a few numbers over the ranks, at once and in place."""
 
 
 class Nothing:

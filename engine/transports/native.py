@@ -18,20 +18,15 @@ _all_gather_flat: Any = getattr(dist, "all_gather_single", None) or getattr(dist
 
 
 class NativeTransport:
-    def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self._device)
-
-    def reduce_scatter(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
-        full = full.to(wire)
+    def reduce_scatter(self, full: Tensor, *, dtype: torch.dtype) -> PendingSum:
         result = full.new_empty(full.numel() // self._size)
         return _Sum(_reduce_scatter_flat(result, full, group=self._group, async_op=True), result, dtype, keep=full)
 
-    def all_reduce(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
-        full = full.to(wire)
+    def all_reduce(self, full: Tensor, *, dtype: torch.dtype) -> PendingSum:
         return _Sum(dist.all_reduce(full, group=self._group, async_op=True), full, dtype, keep=full)
 
     def all_gather(self, rows: Sequence[Tensor]) -> Pending:
@@ -42,6 +37,9 @@ class NativeTransport:
         if row.is_contiguous():
             return _Work(_all_gather_flat(row.view(-1), row[self._rank], group=self._group, async_op=True))
         return _Work(dist.all_gather(list(row), row[self._rank], group=self._group, async_op=True))
+
+    def sum_small(self, values: Tensor) -> None:
+        dist.all_reduce(values, group=self._group)
 
 
 class _Work:

@@ -28,11 +28,8 @@ class Message(Protocol):
 class Carrier(Protocol):
     """Takes messages to the other ranks."""
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) memory that messages are best sent from."""
-
-    def staged(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values in `dtype`, in memory that messages are best sent from; the values' own where it is that."""
+    def staged(self, values: Tensor) -> Tensor:
+        """A few numbers, in memory that messages are best sent from and that is theirs alone."""
 
     def sends_in_place(self, values: Tensor) -> bool:
         """Whether a message from this memory costs no copy."""
@@ -49,7 +46,7 @@ class Carrier(Protocol):
             Messages in the order of `destinations`.
         """
 
-    def release(self, staged: Tensor, *, keep: bool = False) -> None:
+    def release(self, memory: Tensor, *, keep: bool = False) -> None:
         """This rank has read what it was sent in exchange for what it sends from this memory.
 
         Args:
@@ -63,22 +60,24 @@ class PairwiseTransport:
         self._peers = [(rank + step) % size for step in range(1, size)]
         self._sources = [(rank - step) % size for step in range(1, size)]
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._carrier.empty(numel, dtype)
+    def reduce_scatter(self, full: Tensor, *, dtype: torch.dtype) -> PendingSum:
+        return _SliceSum(self, full, dtype=dtype)
 
-    def reduce_scatter(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
-        return _SliceSum(self, full, wire=wire, dtype=dtype)
-
-    def all_reduce(self, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> PendingSum:
+    def all_reduce(self, full: Tensor, *, dtype: torch.dtype) -> PendingSum:
         if full.numel() % self._size:
             raise ValueError(f"{full.numel()} elements cannot be divided among {self._size} ranks")
-        return _WholeSum(self, full, wire=wire, dtype=dtype)
+        return _WholeSum(self, full, dtype=dtype)
 
     def all_gather(self, rows: Sequence[Tensor]) -> Pending:
         if len(rows) > 1 and not self._carrier.sends_in_place(rows[0]):
             staged = stage(rows, self._rank)
             return Unstage(self.all_gather([staged]), staged, rows)
         return _Gather([(row, self.send_slices([row[self._rank]] * self._size, into=row)) for row in rows])
+
+    def sum_small(self, values: Tensor) -> None:
+        staged = self._carrier.staged(values.view(-1))
+        self.sum(staged, self.send_slices([staged] * self._size), values.view(-1))
+        self._carrier.release(staged)
 
     def send_slices(self, slices: Sequence[Tensor] | Tensor, into: Tensor | None = None) -> dict[int, Message]:
         """Send slice number p to rank p; messages by the rank they come from, which go to the rows of `into`."""
@@ -105,27 +104,25 @@ class PairwiseTransport:
 
 
 class _SliceSum:
-    def __init__(self, transport: PairwiseTransport, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> None:
-        self._transport, self._dtype = transport, dtype
-        self._staged = transport.carrier.staged(full, wire)
-        self._slices = self._staged.view(transport.size, -1)
+    def __init__(self, transport: PairwiseTransport, full: Tensor, *, dtype: torch.dtype) -> None:
+        self._transport, self._full, self._dtype = transport, full, dtype
+        self._slices = full.view(transport.size, -1)
         self._messages = transport.send_slices(self._slices)
 
     def wait(self) -> Tensor:
         transport = self._transport
         own = self._slices[transport.rank]
         total = transport.sum(own, self._messages, torch.empty_like(own, dtype=self._dtype))
-        transport.carrier.release(self._staged)
+        transport.carrier.release(self._full)
         return total
 
 
 class _WholeSum:
     """Each rank sums its slice and sends the sum to the others; in place where dtypes agree."""
 
-    def __init__(self, transport: PairwiseTransport, full: Tensor, *, wire: torch.dtype, dtype: torch.dtype) -> None:
-        self._transport, self._dtype = transport, dtype
-        self._staged = transport.carrier.staged(full, wire)
-        self._slices = self._staged.view(transport.size, -1)
+    def __init__(self, transport: PairwiseTransport, full: Tensor, *, dtype: torch.dtype) -> None:
+        self._transport, self._full, self._dtype = transport, full, dtype
+        self._slices = full.view(transport.size, -1)
         self._messages = transport.send_slices(self._slices)
 
     def wait(self) -> Tensor:
@@ -138,7 +135,7 @@ class _WholeSum:
             total[transport.rank] = own
         sums = transport.send_slices([own] * transport.size, into=total if in_place else None)
         _Gather([(total, sums)]).wait()
-        transport.carrier.release(self._staged, keep=in_place)
+        transport.carrier.release(self._full, keep=in_place)
         return total.view(-1)
 
 
@@ -178,11 +175,8 @@ class SocketCarrier:
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._tag = 0
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype)
-
-    def staged(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        return values.to(dtype)
+    def staged(self, values: Tensor) -> Tensor:
+        return values.clone()
 
     def sends_in_place(self, values: Tensor) -> bool:
         return False
@@ -198,7 +192,7 @@ class SocketCarrier:
             messages.append(_SocketMessage(received, sending, receiving))
         return messages
 
-    def release(self, staged: Tensor, *, keep: bool = False) -> None:
+    def release(self, memory: Tensor, *, keep: bool = False) -> None:
         pass
 
 

@@ -1,19 +1,20 @@
 """Messages between ranks of one host that stay where the sender has them: only a note of the place is sent."""
 
 import itertools
-import mmap
-from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine.shared_memory import Segment, SharedMemory
+from engine.transports.mailbox import Mailbox
 from engine.transports.pairwise import Message
 
-_HEADER = mmap.PAGESIZE
-"""Bytes before an outbox: how many releases the rank it belongs to has counted."""
+_SMALL_BYTES = 1 << 14
+_SMALL_ROOMS = 4
+"""Beside those reserved, for the few numbers that ranks agree on."""
 
 _ALIGNMENT = 64
 """Bytes that messages begin at multiples of."""
@@ -22,10 +23,11 @@ _ELSEWHERE = -1
 """In place of a segment's number: the message itself follows through the socket."""
 
 
+_TAGS = 2**24
+
+
 class SharedCarrier:
     """Sends a note of where a message lies; one that lies in no shared segment follows through the socket.
-
-    Notes go through gloo, which orders memory between the processes, waits with a timeout, and notices ranks that end.
 
     Attributes:
         bytes: of this rank's own segments, and its part of common ones.
@@ -34,9 +36,10 @@ class SharedCarrier:
     def __init__(self, group: dist.ProcessGroup, memory: SharedMemory) -> None:
         self._group, self._memory = group, memory
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+        self._mailbox = Mailbox(memory, size=self._size, rank=self._rank, timeout=timeout.total_seconds())
         self._segments: list[list[Segment]] = []
         self._outbox: _Outbox | None = None
-        self._tag = 0
         self.bytes = 0
 
     def mirrored(self, sizes: Sequence[int]) -> list[Tensor]:
@@ -50,56 +53,67 @@ class SharedCarrier:
         self.bytes += _total(sizes) // self._size
         return _cut(self._memory.common(_total(sizes)).data, sizes)
 
-    def reserve(self, size: int) -> None:
-        self.mirrored([_HEADER, size])
-        self._outbox = _Outbox(self._segments[-1], self._rank)
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Make rooms of so many bytes for messages. Collective, equal everywhere."""
+        rooms = self.mirrored([*sizes, *[_SMALL_BYTES] * _SMALL_ROOMS])
+        self._outbox = _Outbox(self._segments[-1][self._rank], rooms, self._mailbox)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        place = self._outbox.take(numel * dtype.itemsize) if self._outbox else None
-        return torch.empty(numel, dtype=dtype) if place is None else place.view(dtype)
+    def leave(self) -> None:
+        """Tell the others that nothing more comes from this rank."""
+        self._mailbox.leave()
+
+    def room(self, number: int, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """(numel,) in a room, while it is used for nothing else; None where it is, or is too small."""
+        place = self._outbox.take(number, numel * dtype.itemsize) if self._outbox else None
+        return None if place is None else place.view(dtype)
 
     def discard(self, memory: Tensor) -> None:
+        """This rank uses a room no more."""
         if self._outbox is not None:
             self._outbox.discard(memory)
 
-    def staged(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        if values.dtype == dtype and self.sends_in_place(values):
-            return values
-        staged = self.empty(values.numel(), dtype).copy_(values)
-        self.discard(values)
-        return staged
+    def staged(self, values: Tensor) -> Tensor:
+        rooms = (self.room(-number, values.numel(), values.dtype) for number in range(1, _SMALL_ROOMS + 1))
+        room = next((room for room in rooms if room is not None), None)
+        return values.clone() if room is None else room.copy_(values)
 
     def sends_in_place(self, values: Tensor) -> bool:
         return self._place(values)[0] != _ELSEWHERE
 
     def exchange(self, to_peers: Sequence[Tensor], destinations: Sequence[Tensor] | None = None) -> list[Message]:
-        self._tag = (self._tag + 2) % 2**24
         messages: list[Message] = []
         for step, sent in enumerate(to_peers):
             peer, source = (self._rank + step + 1) % self._size, (self._rank - step - 1) % self._size
-            place = torch.tensor(self._place(sent))
-            works = [dist.isend(place, group=self._group, group_dst=peer, tag=self._tag)]
-            if place[0] == _ELSEWHERE:
-                works.append(dist.isend(sent, group=self._group, group_dst=peer, tag=self._tag + 1))
-            messages.append(_SharedMessage(self, source, tag=self._tag, sent=(place, sent), works=works,
+            segment, first = self._place(sent)
+            number, sending = self._mailbox.next_number(peer), None
+            if segment == _ELSEWHERE:
+                sending = dist.isend(sent, group=self._group, group_dst=peer, tag=number % _TAGS)
+            self._mailbox.send(peer, number, segment, first)
+            messages.append(_SharedMessage(self, source, self._mailbox.expect(source), like=sent, sending=sending,
                                            destination=None if destinations is None else destinations[step]))
         return messages
 
-    def release(self, staged: Tensor, *, keep: bool = False) -> None:
+    def release(self, memory: Tensor, *, keep: bool = False) -> None:
         if self._outbox is not None:
-            self._outbox.release(staged, keep=keep)
+            self._outbox.release(memory, keep=keep)
 
     def trim(self) -> None:
         """Give back the memory of messages while none is on its way on any rank."""
         if self._outbox is not None:
             self._outbox.trim()
 
-    def receive(self, values: Tensor, source: int, tag: int) -> dist.Work | None:
-        return dist.irecv(values, group=self._group, group_src=source, tag=tag)
+    def read(self, source: int, number: int, *, like: Tensor, destination: Tensor | None) -> Tensor:
+        """Wait for a rank's message: a view of where it lies, else received through the socket.
 
-    def read(self, segment: int, source: int, first: int, like: Tensor) -> Tensor:
-        """What lies in another rank's segment, as a tensor like `like`."""
-        return self._segments[segment][source].data[first:first + like.nbytes].view(like.dtype)
+        Args:
+            like: a tensor of the message's size and dtype.
+        """
+        segment, first = self._mailbox.receive(source, number)
+        if segment != _ELSEWHERE:
+            return self._segments[segment][source].data[first:first + like.nbytes].view(like.dtype)
+        values = torch.empty_like(like) if destination is None else destination
+        dist.recv(values, group=self._group, group_src=source, tag=number % _TAGS)
+        return values
 
     def _place(self, values: Tensor) -> tuple[int, int]:
         """(segment, first byte)."""
@@ -128,93 +142,51 @@ def _aligned(size: int) -> int:
 class _SharedMessage:
     """Also keeps what is sent the other way until it was."""
 
-    def __init__(self, carrier: SharedCarrier, source: int, *, tag: int, sent: tuple[Tensor, Tensor],
-                 works: list[dist.Work | None], destination: Tensor | None) -> None:
-        self._carrier, self._source, self._tag, self._sent = carrier, source, tag, sent
-        self._destination, self._works = destination, works
-        self._note = torch.empty(2, dtype=torch.int64)
-        self._noted = carrier.receive(self._note, source, tag)
+    def __init__(self, carrier: SharedCarrier, source: int, number: int, *, like: Tensor, sending: dist.Work | None,
+                 destination: Tensor | None) -> None:
+        self._carrier, self._source, self._number = carrier, source, number
+        self._like, self._sending, self._destination = like, sending, destination
 
     def wait(self) -> Tensor:
-        _finish([self._noted])
-        like, (segment, first) = self._sent[1], self._note.tolist()
-        if segment != _ELSEWHERE:
-            _finish(self._works)
-            return self._carrier.read(segment, self._source, first, like)
-        values = torch.empty_like(like) if self._destination is None else self._destination
-        # What this rank sends the other way ends only when the other one receives it, which may be here in turn.
-        _finish([self._carrier.receive(values, self._source, self._tag + 1), *self._works])
+        values = self._carrier.read(self._source, self._number, like=self._like, destination=self._destination)
+        if self._sending is not None:
+            self._sending.wait()
         return values
 
 
-def _finish(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()
-
-
 class _Outbox:
-    """Parts of a segment, free again when every rank has read what was sent from them.
+    """Rooms in a segment, free again when every rank has read what was sent from them.
 
     Ranks release the same messages in the same order, and count them where the others see it: what this rank released
     as its n-th, another has read when that one's count is n.
     """
 
-    def __init__(self, segments: Sequence[Segment], rank: int) -> None:
-        self._counts = [segment.data[:8].view(torch.int64) for segment in segments]
-        self._segment, self._rank = segments[rank], rank
-        self._memory = self._segment.data[_HEADER:]
-        self._free = [(0, self._memory.numel())]
-        self._stops: dict[int, int] = {}  # of parts in use, by start
-        self._kept: dict[int, int] = {}  # counts of released parts that this rank goes on using, by start
-        self._released: deque[tuple[int, int]] = deque()
+    def __init__(self, segment: Segment, rooms: Sequence[Tensor], mailbox: Mailbox) -> None:
+        self._segment, self._rooms, self._mailbox = segment, rooms, mailbox
+        self._numbers = {room.data_ptr(): number for number, room in enumerate(rooms)}
+        self._in_use = [False] * len(rooms)
+        self._released_as = [0] * len(rooms)
         self._count = 0
 
-    def take(self, size: int) -> Tensor | None:
-        """The first `size` bytes that are free; None where there are none."""
-        self._reclaim()
-        aligned = _aligned(size) or _ALIGNMENT
-        for number, (start, stop) in enumerate(self._free):
-            if stop - start >= aligned:
-                self._free[number:number + 1] = [(start + aligned, stop)] if start + aligned < stop else []
-                self._stops[start] = start + aligned
-                return self._memory[start:start + size]
-        return None
+    def take(self, number: int, size: int) -> Tensor | None:
+        number %= len(self._rooms)
+        if self._in_use[number] or size > self._rooms[number].numel() or (
+                self._released_as[number] > min(self._mailbox.finished)):
+            return None
+        self._in_use[number] = True
+        return self._rooms[number][:size]
 
     def discard(self, memory: Tensor) -> None:
-        start = self._start(memory)
-        if start in self._kept:
-            self._released.append((self._kept.pop(start), start))
-        elif start in self._stops:
-            self._return(start)
+        number = self._numbers.get(memory.data_ptr())
+        if number is not None:
+            self._in_use[number] = False
 
     def release(self, memory: Tensor, *, keep: bool) -> None:
         self._count += 1
-        self._counts[self._rank][0] = self._count
-        start = self._start(memory)
-        if start in self._stops:
-            if keep:
-                self._kept[start] = self._count
-            else:
-                self._released.append((self._count, start))
+        self._mailbox.finish(self._count)
+        number = self._numbers.get(memory.data_ptr())
+        if number is not None:
+            self._released_as[number], self._in_use[number] = self._count, keep
 
     def trim(self) -> None:
-        self._segment.empty(_HEADER)
-
-    def _start(self, memory: Tensor) -> int:
-        return memory.data_ptr() - self._memory.data_ptr()
-
-    def _reclaim(self) -> None:
-        read = min(int(count) for count in self._counts)
-        while self._released and self._released[0][0] <= read:
-            self._return(self._released.popleft()[1])
-
-    def _return(self, start: int) -> None:
-        """Free again, joined with what is free beside it."""
-        merged: list[tuple[int, int]] = []
-        for part in sorted([*self._free, (start, self._stops.pop(start))]):
-            if merged and merged[-1][1] == part[0]:
-                merged[-1] = (merged[-1][0], part[1])
-            else:
-                merged.append(part)
-        self._free = merged
+        self._segment.empty(0)
