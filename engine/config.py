@@ -28,8 +28,8 @@ class TrainConfig(Value):
     optimizer_precision: Literal["fp32", "compute"] = Field(
         "fp32", description="fp32: master weights and states in fp32; compute: in the compute precision")
     reduce_dtype: Precision = Field("fp32", description="dtype gradients are reduced in; the precision where not given")
-    reduce_bucket_size: Count = Field(10_000_000, description="elements reduced in one collective")
-    allgather_bucket_size: Count = Field(10_000_000, description="elements gathered in one collective")
+    reduce_bucket_size: Count = Field(2_000_000, description="elements reduced in one collective")
+    allgather_bucket_size: Count = Field(2_000_000, description="elements gathered in one collective")
     prefetch_bucket_size: Count = Field(10_000_000, description="elements gathered ahead of use (stage 3)")
     overlap_comm: bool = Field(True, description="run collectives beside the backward pass")
     offload_optimizer_ratio: Real = Field(0.0, ge=0, le=1, description="share of the optimizer states kept and "
