@@ -13,9 +13,9 @@ from engine.owned import Part, Slice
 class Chunk:
     """Slices of one part and one group, with nothing but padding between and behind them.
 
-    In their first step they step one by one, which makes their states. From then on, as long as all of them have a
-    gradient, one tensor over all of them steps, and their states are views of its states; those that are one for a
-    whole tensor, as a step count, they share. Padding has gradients and values of zero.
+    As long as all of them have a gradient, one tensor over all of them steps, and their states are views of its states;
+    those that are one for a whole tensor, as a step count, they share. Once one of them was left out they step one by
+    one. Padding has gradients and values of zero.
 
     Args:
         joins: False for optimizers that may know tensors by more than `state`: slices always step one by one.
@@ -28,7 +28,7 @@ class Chunk:
         self._tensor = part.master[self._place]
         self._states: dict[str, Any] | None = None
         self._shared: dict[str, Any] = {}  # what the slices' states were last made of
-        self._joins, self._was_split, self._complete = joins, False, False
+        self._joins, self._apart = joins, False
 
     def begin(self, optimizer: torch.optim.Optimizer, gradient: Tensor, used: set[int] | None) -> list[Tensor]:
         """The tensors that are to step, with their gradients.
@@ -37,8 +37,10 @@ class Chunk:
             gradient: of the whole part.
             used: indices of parameters that have one; None: all.
         """
-        self._complete = used is None or all(piece.managed.index in used for piece in self.slices)
-        if self._states is not None and not self._complete:
+        complete = used is None or all(piece.managed.index in used for piece in self.slices)
+        if self._states is None and complete and self._joins and not self._apart:
+            self._join(optimizer)
+        elif self._states is not None and not complete:
             self._split(optimizer)
         if self._states is not None:
             self._tensor.grad = gradient[self._place]
@@ -59,30 +61,26 @@ class Chunk:
             return
         for piece in self.slices:
             piece.tensor.grad = None
-        if self._joins and self._complete and not self._was_split:
-            self._join(optimizer)
 
     def reset(self) -> None:
         """Their states were replaced from outside."""
-        self._states, self._was_split = None, False
+        self._states, self._apart = None, False
 
     def _join(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make their states views of states of the whole, where they agree in everything else."""
-        first, *others = [optimizer.state.get(piece.tensor, {}) for piece in self.slices]
-        if any(state.keys() != first.keys() for state in others):
+        """Make their states views of states of the whole, unless they differ in what is to be one for all."""
+        states = [optimizer.state.get(piece.tensor, {}) for piece in self.slices]
+        wholes = [key for key in states[0] if all(
+            _is_element_wise(state.get(key), piece) for state, piece in zip(states, self.slices, strict=True))]
+        rests = [{key: value for key, value in state.items() if key not in wholes} for state in states]
+        if any(rest.keys() != rests[0].keys() or not all(_is_same(rest[key], rests[0][key]) for key in rest)
+               for rest in rests[1:]):
+            self._apart = True
             return
-        joined: dict[str, Any] = {}
-        for key, value in first.items():
-            values = [value, *(state[key] for state in others)]
-            if all(_is_element_wise(own, piece) for own, piece in zip(values, self.slices, strict=True)):
-                whole = joined[key] = torch.zeros_like(self._tensor, dtype=value.dtype)
-                for own, piece in zip(values, self.slices, strict=True):
-                    self._view(whole, piece).copy_(own)
-            elif all(_is_same(value, other) for other in values[1:]):
-                joined[key] = value
-            else:
-                return
-        self._states = joined
+        self._states = dict(rests[0])
+        for key in wholes:
+            whole = self._states[key] = torch.zeros_like(self._tensor, dtype=states[0][key].dtype)
+            for state, piece in zip(states, self.slices, strict=True):
+                self._view(whole, piece).copy_(state[key])
         self._share(optimizer)
 
     def _share(self, optimizer: torch.optim.Optimizer) -> None:
@@ -95,13 +93,13 @@ class Chunk:
                 for key, value in self._states.items()}
 
     def _split(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on each has a count of its own."""
+        """Give each a count of its own."""
         assert self._states is not None
         for piece in self.slices:
             optimizer.state[piece.tensor].update({
                 key: value.clone() for key, value in self._states.items()
                 if isinstance(value, Tensor) and not self._is_whole(value)})
-        self._states, self._was_split = None, True
+        self._states, self._apart = None, True
 
     def _is_whole(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape == self._tensor.shape

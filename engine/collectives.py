@@ -104,11 +104,14 @@ class Ranks:
 
     def placed(self, values: Tensor, dtype: torch.dtype, *, room: int) -> Tensor:
         """The values in `dtype` where they are best reduced from. Those given are used up."""
-        if self._transport is None or (values.dtype == dtype and (not self._shared or self.is_room(values))):
+        if self._transport is None or (values.dtype == dtype and self.is_room(values)):
             return values
-        placed = self.empty(values.numel(), dtype, room=room).copy_(values)
+        place = self._shared.room(room, values.numel(), dtype) if self._shared else None
+        if place is None:
+            return values.to(dtype)
+        place.copy_(values)
         self.discard(values)
-        return placed
+        return place
 
     def is_room(self, values: Tensor) -> bool:
         """Whether they lie in a room, which others may wait for."""

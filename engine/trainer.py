@@ -99,8 +99,8 @@ class Trainer:
     """A model in training on this rank, together with the other ranks. Made by `initialize`.
 
     Attributes:
-        module: the model; its parameters are the engine's, in the compute dtype. At stage 3 they have values only
-            while the modules that they belong to run, and are NaN otherwise.
+        module: the model; its parameters are the engine's, in the compute dtype. At stage 3 they are gathered when
+            something reads them, and what is changed of them in place is lost, or changed on all ranks.
         optimizer: the torch optimizer, over this rank's 1-D slices of parameters; learning-rate schedulers attach here.
         config: as given.
         device: computing on.

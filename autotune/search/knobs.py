@@ -81,7 +81,7 @@ def _sixteen_bit(fields: Fields, world_size: int) -> bool:
     return bool(fields["precision"] != "fp32")
 
 
-_BUCKETS = (1_000_000, 10_000_000, 100_000_000)
+_BUCKETS = (2_000_000, 10_000_000, 100_000_000)
 
 KNOBS: dict[str, KnobKind] = {kind.name: kind for kind in (
     KnobKind(name="zero_stage", auto=(0, 1, 2, 3), ordinal=True),

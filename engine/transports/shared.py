@@ -22,7 +22,6 @@ _ALIGNMENT = 64
 _ELSEWHERE = -1
 """In place of a segment's number: the message itself follows through the socket."""
 
-
 _TAGS = 2**24
 
 
@@ -36,8 +35,7 @@ class SharedCarrier:
     def __init__(self, group: dist.ProcessGroup, memory: SharedMemory) -> None:
         self._group, self._memory = group, memory
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-        self._mailbox = Mailbox(memory, size=self._size, rank=self._rank, timeout=timeout.total_seconds())
+        self._mailbox = Mailbox(memory, size=self._size, rank=self._rank, timeout=_timeout_seconds(group))
         self._segments: list[list[Segment]] = []
         self._outbox: _Outbox | None = None
         self.bytes = 0
@@ -123,6 +121,13 @@ class SharedCarrier:
             if 0 <= first < segments[self._rank].data.numel():
                 return number, first
         return _ELSEWHERE, 0
+
+
+def _timeout_seconds(group: dist.ProcessGroup) -> float:
+    """Of the group's collectives; torch's default where its options are not to be seen."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return timeout.total_seconds()
 
 
 def _total(sizes: Sequence[int]) -> int:
