@@ -28,6 +28,7 @@ class Chunk:
         self._tensor = part.master[self._place]
         self._states: dict[str, Any] | None = None
         self._shared: dict[str, Any] = {}  # what the slices' states were last made of
+        self._given: dict[str, Any] | None = None  # the first slice's states, as made of the whole's
         self._joins, self._apart = joins, False
 
     def begin(self, optimizer: torch.optim.Optimizer, gradient: Tensor, used: set[int] | None) -> list[Tensor]:
@@ -37,6 +38,8 @@ class Chunk:
             gradient: of the whole part.
             used: indices of parameters that have one; None: all.
         """
+        if self._states is not None and optimizer.state.get(self.slices[0].tensor) is not self._given:
+            self.reset()
         complete = used is None or all(piece.managed.index in used for piece in self.slices)
         if self._states is None and complete and self._joins and not self._apart:
             self._join(optimizer)
@@ -91,6 +94,7 @@ class Chunk:
             optimizer.state[piece.tensor] = {
                 key: self._view(value, piece) if self._is_whole(value) else value
                 for key, value in self._states.items()}
+        self._given = optimizer.state[self.slices[0].tensor]
 
     def _split(self, optimizer: torch.optim.Optimizer) -> None:
         """Give each a count of its own."""

@@ -62,7 +62,7 @@ class Ranks:
         if not self.has_host_transport or device.type != "cpu":
             self._transport = NativeTransport(group)
             return
-        memory = None if os.environ.get(SOCKETS) else share_memory(self.gather_objects, rank=self.rank)
+        memory = share_memory(self.gather_objects, rank=self.rank, allowed=not os.environ.get(SOCKETS))
         self._shared = SharedCarrier(group, memory) if memory else None
         self._transport = PairwiseTransport(self._shared or SocketCarrier(group), size=self.size, rank=self.rank)
         _open.add(self)
@@ -91,6 +91,11 @@ class Ranks:
         """
         assert self._shared is not None
         return self._shared.common(sizes)
+
+    def finish_reading(self) -> None:
+        """Afterwards no rank still reads what this rank has gathered in memory of `mirrored`. Collective."""
+        if self._shared is not None:
+            self.barrier()
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Make rooms of so many bytes for what is being reduced. Collective, equal everywhere."""

@@ -128,8 +128,9 @@ def _tensors(state: TrainingState, dtype: torch.dtype) -> Iterator[tuple[Tensor,
         for slot in bucket.slots:
             gathered.add(slot.managed.parameter)
             yield slot.managed.parameter, slot.view(full).to("cpu", dtype)
-    for value in dict.fromkeys(state.module.state_dict(keep_vars=True).values()):
-        if isinstance(value, Tensor) and value not in gathered:
+    values = state.module.state_dict(keep_vars=True).values()
+    for value in dict.fromkeys(value for value in values if isinstance(value, Tensor)):
+        if value not in gathered:
             is_parameter = isinstance(value, nn.Parameter)
             yield value, value.detach().to("cpu", saved_dtype(value, dtype) if is_parameter else value.dtype)
 

@@ -4,6 +4,7 @@ Segments are anonymous files: they have no name that could be left behind, no li
 the last process that maps them.
 """
 
+import itertools
 import mmap
 import os
 import secrets
@@ -41,12 +42,21 @@ class Segment:
             self._map.madvise(mmap.MADV_REMOVE, start)
 
 
+_numbers = itertools.count()
+
+
 class SharedMemory:
-    """Makes segments. Made by `share_memory`."""
+    """Makes segments. Made by `share_memory`.
+
+    Attributes:
+        number: another one for each made by the first rank's process; equal on all ranks.
+    """
 
     def __init__(self, gather: GatherObjects, *, rank: int) -> None:
         self._gather, self._rank = gather, rank
-        self._pids: list[int] = gather(os.getpid())
+        members = gather((os.getpid(), next(_numbers)))
+        self._pids: list[int] = [pid for pid, _ in members]
+        self.number: int = members[0][1]
 
     def is_alive(self, rank: int) -> bool:
         """Whether a rank's process still runs."""
@@ -73,18 +83,21 @@ class SharedMemory:
         return self._open(size, makers=(0,))[0]
 
     def _open(self, size: int, *, makers: Sequence[int] | None) -> list[Segment]:
-        descriptor = None
-        if makers is None or self._rank in makers:
-            descriptor = os.memfd_create("engine")
-            os.ftruncate(descriptor, size)
+        descriptor, problem = None, ""
         try:
+            if makers is None or self._rank in makers:
+                try:
+                    descriptor = os.memfd_create("engine")
+                    os.ftruncate(descriptor, size)
+                except OSError as error:
+                    problem = f"rank {self._rank}: {error}"
             descriptors = self._gather(descriptor)
-            segments, problem = [], ""
+            segments = []
             try:
                 segments = [_map(pid, number, size) for pid, number in zip(self._pids, descriptors, strict=True)
                             if number is not None]
-            except OSError as error:
-                problem = f"rank {self._rank}: {error}"
+            except (OSError, ValueError) as error:
+                problem = problem or f"rank {self._rank}: {error}"
             # Also keeps every segment's descriptor open until all have mapped it.
             problems = [text for text in self._gather(problem) if text]
         finally:
@@ -95,10 +108,10 @@ class SharedMemory:
         return segments
 
 
-def share_memory(gather: GatherObjects, *, rank: int) -> SharedMemory | None:
-    """Memory shared among all ranks; None on every rank where some cannot map another's. Collective."""
+def share_memory(gather: GatherObjects, *, rank: int, allowed: bool) -> SharedMemory | None:
+    """Memory shared among all ranks; None on every rank where some cannot map another's or may not. Collective."""
     memory, mark = SharedMemory(gather, rank=rank), secrets.token_bytes(16)
-    marks = gather(mark if hasattr(os, "memfd_create") else None)
+    marks = gather(mark if allowed and hasattr(os, "memfd_create") else None)
     if None in marks:
         return None
     with suppress(RuntimeError):

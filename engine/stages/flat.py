@@ -101,6 +101,8 @@ class FlatParameters:
     def finish_publishing(self) -> None:
         for pending in self._published:
             pending.wait()
+        if self._published:
+            self.ranks.finish_reading()
         self._published = []
 
     def parameter_bytes(self) -> int:

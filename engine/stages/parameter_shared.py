@@ -38,5 +38,11 @@ class ParameterShared(GradientSharded):
         # A rank that has still to read of the barrier finds zeros, which is what the barrier sums.
         self.ranks.trim()
 
+    def close(self) -> None:
+        """The module keeps its parameters, from now on in memory of its own."""
+        for bucket in (*self.buckets, *self.frozen_buckets):
+            bucket.bind(self.flats[bucket.index].clone())
+        super().close()
+
     def parameter_bytes(self) -> int:
         return sum(bucket.shard_size * bucket.dtype.itemsize for bucket in (*self.buckets, *self.frozen_buckets))

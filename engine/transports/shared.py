@@ -22,7 +22,8 @@ _ALIGNMENT = 64
 _ELSEWHERE = -1
 """In place of a segment's number: the message itself follows through the socket."""
 
-_TAGS = 2**24
+_TAGS = 2**12
+"""Of the messages that one carrier may have in a socket at once; several may share a group."""
 
 
 class SharedCarrier:
@@ -85,7 +86,7 @@ class SharedCarrier:
             segment, first = self._place(sent)
             number, sending = self._mailbox.next_number(peer), None
             if segment == _ELSEWHERE:
-                sending = dist.isend(sent, group=self._group, group_dst=peer, tag=number % _TAGS)
+                sending = dist.isend(sent, group=self._group, group_dst=peer, tag=self._tag(number))
             self._mailbox.send(peer, number, segment, first)
             messages.append(_SharedMessage(self, source, self._mailbox.expect(source), like=sent, sending=sending,
                                            destination=None if destinations is None else destinations[step]))
@@ -110,8 +111,11 @@ class SharedCarrier:
         if segment != _ELSEWHERE:
             return self._segments[segment][source].data[first:first + like.nbytes].view(like.dtype)
         values = torch.empty_like(like) if destination is None else destination
-        dist.recv(values, group=self._group, group_src=source, tag=number % _TAGS)
+        dist.recv(values, group=self._group, group_src=source, tag=self._tag(number))
         return values
+
+    def _tag(self, number: int) -> int:
+        return self._memory.number % _TAGS * _TAGS + number % _TAGS + 1
 
     def _place(self, values: Tensor) -> tuple[int, int]:
         """(segment, first byte)."""

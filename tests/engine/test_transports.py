@@ -97,6 +97,24 @@ def test_gathers_complete_rows_wherever_they_lie(ranks: RanksOf, world_size: int
             assert bool((second[rank] == rank + 0.5).all())
 
 
+def _many(count: int) -> tuple[float, float]:
+    ranks = connected()
+    row = ranks.mirrored([ranks.size * count * 4])[0].view(torch.float32).view(ranks.size, count)
+    row[ranks.rank] = torch.arange(count) + 0.5 * ranks.rank
+    for pending in [ranks.all_gather([row[:, place:place + 1]]) for place in range(count)]:
+        pending.wait()
+    ranks.finish_reading()
+    ranks.close()
+    return float(row.sum()), float(row[-1, -1])
+
+
+def test_more_messages_may_be_under_way_than_a_box_holds_notes(ranks: RanksOf) -> None:
+    count = 3000
+    for total, last in ranks(2).run(_many, count):
+        assert total == pytest.approx(count * (count - 1) + count / 2)
+        assert last == count - 0.5
+
+
 def _reused() -> tuple[bool, bool, bool, float]:
     ranks = connected()
     ranks.reserve([ranks.size * SLICE * 4] * 2)
