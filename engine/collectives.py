@@ -69,7 +69,7 @@ class Ranks:
         _leave_gloo_at_exit()
 
     @property
-    def share_memory(self) -> bool:
+    def shares_memory(self) -> bool:
         """Whether all ranks are processes of one host that read each other's memory."""
         return self._shared is not None
 

@@ -19,7 +19,7 @@ from engine.collectives import Ranks
 from engine.precision import GradientDtypes
 from engine.transports.base import PendingSum
 
-IN_FLIGHT = 2
+_IN_FLIGHT = 2
 """Buckets being reduced at once, at most."""
 
 
@@ -62,7 +62,7 @@ class GradientBuckets:
         self.states = tuple(BucketGradients(bucket) for bucket in buckets)
         self.peak_bytes = 0
         self._ranks, self._reduce, self._dtypes = ranks, reduce, dtypes
-        self._in_flight = IN_FLIGHT if overlap else 1
+        self._in_flight = _IN_FLIGHT if overlap else 1
         self._collects_for_wire = dtypes.local == dtypes.wire
         sizes = [bucket.size * dtypes.wire.itemsize for bucket in buckets]
         self._rooms = len(sizes) if stays and self._collects_for_wire else min(self._in_flight + 1, len(sizes))

@@ -36,10 +36,9 @@ class Segment:
         """It as 64-bit numbers, each of which is read and written whole."""
         return memoryview(self._map).cast("q")
 
-    def empty(self, start: int) -> None:
-        """Give what lies behind `start`, a multiple of the page size, back to the host; it is zeros afterwards."""
-        if start < len(self._map):
-            self._map.madvise(mmap.MADV_REMOVE, start)
+    def clear(self) -> None:
+        """Give the memory back to the host until it is used again; it is zeros afterwards."""
+        self._map.madvise(mmap.MADV_REMOVE)
 
 
 _numbers = itertools.count()

@@ -13,7 +13,7 @@ _STAGES: dict[int, type[Replicated] | type[OptimizerSharded] | type[GradientShar
 
 def make_stage(context: StageContext) -> Stage:
     """The strategy that the configuration's `zero_stage` names."""
-    if context.config.zero_stage == 3 and context.ranks.share_memory and not context.config.offload_param:
+    if context.config.zero_stage == 3 and context.ranks.shares_memory and not context.config.offload_param:
         return ParameterShared(context)
     return _STAGES[context.config.zero_stage](context)
 

@@ -63,9 +63,9 @@ class FlatParameters:
             self.ranks.broadcast(managed.parameter.data)
         return ()
 
-    def write(self, flat: Tensor, values: Tensor) -> None:
-        """Put the first values (size,) of a bucket into its memory."""
-        flat.copy_(values)
+    def write(self, bucket: Bucket, values: Tensor) -> None:
+        """Put a bucket's first values (size,) into its memory."""
+        self.flats[bucket.index].copy_(values)
 
     def parameters(self, bucket: Bucket) -> Tensor:
         return self.flats[bucket.index][self.owned(bucket)]
@@ -96,14 +96,11 @@ class FlatParameters:
         for batch in self._batches.get(bucket.index, ()):
             self._published.append(self.ranks.all_gather(batch.rows(self.flats)))
             if not self._overlap:
-                self.finish_publishing()
+                self._wait_for_gathers()
 
     def finish_publishing(self) -> None:
-        for pending in self._published:
-            pending.wait()
-        if self._published:
-            self.ranks.finish_reading()
-        self._published = []
+        self._wait_for_gathers()
+        self.ranks.finish_reading()
 
     def parameter_bytes(self) -> int:
         flats = sum(flat.nbytes for flat in self.flats.values())
@@ -124,7 +121,12 @@ class FlatParameters:
             values = torch.empty(bucket.size, dtype=context.optimizer_dtype(bucket), device=context.device)
             bucket.fill(values)
             self.ranks.broadcast(values)
-            self.write(flat, values)
+            self.write(bucket, values)
             if bucket.trainable and values.dtype != bucket.dtype:
                 self._masters[bucket.index] = values[self.owned(bucket)].clone()
             bucket.bind(flat)
+
+    def _wait_for_gathers(self) -> None:
+        for pending in self._published:
+            pending.wait()
+        self._published = []

@@ -112,10 +112,9 @@ class ParameterSharded:
 
     def publish(self, bucket: Bucket) -> None:
         """The shards are the parameters; who reads them next gathers them."""
-        self._gathering.release_all()
 
     def finish_publishing(self) -> None:
-        pass
+        self._gathering.release_all()
 
     def close(self) -> None:
         self.gradients.close()

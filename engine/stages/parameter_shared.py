@@ -24,10 +24,8 @@ class ParameterShared(GradientSharded):
         super().place(buckets, context)
         self.ranks.barrier()  # every shard was written
 
-    def write(self, flat: Tensor, values: Tensor) -> None:
-        own = slice(self.ranks.rank * values.numel() // self.ranks.size,
-                    (self.ranks.rank + 1) * values.numel() // self.ranks.size)
-        flat[own] = values[own]
+    def write(self, bucket: Bucket, values: Tensor) -> None:
+        self.parameters(bucket).copy_(values[self.owned(bucket)])
 
     def publish(self, bucket: Bucket) -> None:
         """Written where all ranks read it."""

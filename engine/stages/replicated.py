@@ -25,3 +25,6 @@ class Replicated(FlatParameters):
 
     def publish(self, bucket: Bucket) -> None:
         """Every rank made the same update."""
+
+    def finish_publishing(self) -> None:
+        pass

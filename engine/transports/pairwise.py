@@ -55,8 +55,10 @@ class Carrier(Protocol):
 
 
 class PairwiseTransport:
+    """The collectives, by whichever carrier."""
+
     def __init__(self, carrier: Carrier, *, size: int, rank: int) -> None:
-        self._carrier, self._size, self._rank = carrier, size, rank
+        self.carrier, self.size, self.rank = carrier, size, rank
         self._peers = [(rank + step) % size for step in range(1, size)]
         self._sources = [(rank - step) % size for step in range(1, size)]
 
@@ -64,70 +66,55 @@ class PairwiseTransport:
         return _SliceSum(self, full, dtype=dtype)
 
     def all_reduce(self, full: Tensor, *, dtype: torch.dtype) -> PendingSum:
-        if full.numel() % self._size:
-            raise ValueError(f"{full.numel()} elements cannot be divided among {self._size} ranks")
+        if full.numel() % self.size:
+            raise ValueError(f"{full.numel()} elements cannot be divided among {self.size} ranks")
         return _WholeSum(self, full, dtype=dtype)
 
     def all_gather(self, rows: Sequence[Tensor]) -> Pending:
-        if len(rows) > 1 and not self._carrier.sends_in_place(rows[0]):
-            staged = stage(rows, self._rank)
+        if len(rows) > 1 and not self.carrier.sends_in_place(rows[0]):
+            staged = stage(rows, self.rank)
             return Unstage(self.all_gather([staged]), staged, rows)
-        return _Gather([(row, self.send_slices([row[self._rank]] * self._size, into=row)) for row in rows])
+        return _Gather([(row, self.send_slices([row[self.rank]] * self.size, into=row)) for row in rows])
 
     def sum_small(self, values: Tensor) -> None:
-        staged = self._carrier.staged(values.view(-1))
-        self.sum(staged, self.send_slices([staged] * self._size), values.view(-1))
-        self._carrier.release(staged)
+        staged = self.carrier.staged(values.view(-1))
+        self.sum(staged, self.send_slices([staged] * self.size), values.view(-1))
+        self.carrier.release(staged)
 
     def send_slices(self, slices: Sequence[Tensor] | Tensor, into: Tensor | None = None) -> dict[int, Message]:
         """Send slice number p to rank p; messages by the rank they come from, which go to the rows of `into`."""
-        messages = self._carrier.exchange([slices[peer] for peer in self._peers],
+        messages = self.carrier.exchange([slices[peer] for peer in self._peers],
                                           None if into is None else [into[source] for source in self._sources])
         return dict(zip(self._sources, messages, strict=True))
 
     def sum(self, own: Tensor, messages: dict[int, Message], out: Tensor) -> Tensor:
         """The sum of this rank's and all others' slices, in rank order; `out` may be `own`."""
-        parts = {self._rank: own, **{source: message.wait() for source, message in messages.items()}}
-        return sum_in_order([parts[rank] for rank in range(self._size)], out)
-
-    @property
-    def carrier(self) -> Carrier:
-        return self._carrier
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
+        parts = {self.rank: own, **{source: message.wait() for source, message in messages.items()}}
+        return sum_in_order([parts[rank] for rank in range(self.size)], out)
 
 
-class _SliceSum:
+class _Sum:
+    """Every rank has its slice of everyone's tensor on its way to it."""
+
     def __init__(self, transport: PairwiseTransport, full: Tensor, *, dtype: torch.dtype) -> None:
         self._transport, self._full, self._dtype = transport, full, dtype
         self._slices = full.view(transport.size, -1)
+        self._own = self._slices[transport.rank]
         self._messages = transport.send_slices(self._slices)
 
+
+class _SliceSum(_Sum):
     def wait(self) -> Tensor:
-        transport = self._transport
-        own = self._slices[transport.rank]
-        total = transport.sum(own, self._messages, torch.empty_like(own, dtype=self._dtype))
-        transport.carrier.release(self._full)
+        total = self._transport.sum(self._own, self._messages, torch.empty_like(self._own, dtype=self._dtype))
+        self._transport.carrier.release(self._full)
         return total
 
 
-class _WholeSum:
+class _WholeSum(_Sum):
     """Each rank sums its slice and sends the sum to the others; in place where dtypes agree."""
 
-    def __init__(self, transport: PairwiseTransport, full: Tensor, *, dtype: torch.dtype) -> None:
-        self._transport, self._full, self._dtype = transport, full, dtype
-        self._slices = full.view(transport.size, -1)
-        self._messages = transport.send_slices(self._slices)
-
     def wait(self) -> Tensor:
-        transport = self._transport
-        own = self._slices[transport.rank]
+        transport, own = self._transport, self._own
         transport.sum(own, self._messages, own)
         in_place = own.dtype == self._dtype
         total = self._slices if in_place else torch.empty_like(self._slices, dtype=self._dtype)

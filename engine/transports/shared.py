@@ -198,4 +198,4 @@ class _Outbox:
             self._released_as[number], self._in_use[number] = self._count, keep
 
     def trim(self) -> None:
-        self._segment.empty(0)
+        self._segment.clear()

@@ -178,7 +178,7 @@ def _without(breakage: Callable[[], None]) -> tuple[bool, list[float]]:
         breakage()
     ranks = connected()
     summed = ranks.reduce_scatter(filled(ranks, torch.float32), dtype=torch.float32).wait()
-    return ranks.share_memory, summed.tolist()
+    return ranks.shares_memory, summed.tolist()
 
 
 def _no_descriptors() -> None:
