@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,8 +98,11 @@ def save_checkpoint(state: TrainingState, progress: Progress, path: Path) -> Non
 
 
 @torch.no_grad()
-def load_checkpoint(state: TrainingState, path: Path) -> Progress:
+def load_checkpoint(state: TrainingState, path: Path, *, before_change: Callable[[], None]) -> Progress:
     """Read this rank's part into masters, optimizer states and buffers; the module computes with them afterwards.
+
+    Args:
+        before_change: called once the checkpoint is known to fit, before anything is changed.
 
     Beside that part, at most three saved pieces (of `flat_shard.PIECE` elements) are in memory at a time.
 
@@ -112,6 +115,7 @@ def load_checkpoint(state: TrainingState, path: Path) -> Progress:
     path = together(ranks, lambda: _present(path))
     manifest, metadata = together(ranks, lambda: _read(state, path))
     entries = {**_parameter_entries(state), **_buffer_entries(state)}
+    before_change()
     _expect_optimizer_states(state, entries, metadata, manifest.numbers)
     with _errors_of_torch(f"path: {path} is damaged"):
         load(entries, storage_reader=FileSystemReader(path), planner=FlatLoadPlanner(), process_group=ranks.group,

@@ -35,6 +35,9 @@ _FUSED_ATTENTION = frozenset({
 """Attention whose scores never reach memory. What it leaves is as small as a product's result, while computing it again
 grows with the square of the sequence. Attention in single operators, which leaves scores, is recomputed."""
 
+_REPLACED = "_forward_before_engine"
+"""Key in a module's dictionary of the forward that its instance had; None where it had its class's."""
+
 _DROPOUT = {operator: [argument.name for argument in operator._schema.arguments].index("dropout_p")
             for operator in _FUSED_ATTENTION}
 """Where attention takes its dropout."""
@@ -81,13 +84,18 @@ def wrap_outside(blocks: Sequence[nn.Module], config: TrainConfig) -> None:
 
 def set_forward(module: nn.Module, forward: Forward) -> None:
     """Replace a module's forward on this instance."""
+    module.__dict__.setdefault(_REPLACED, module.__dict__.get("forward"))
     module.forward = forward
 
 
 def unwrap(modules: Iterable[nn.Module]) -> None:
-    """Give modules back the forward of their class."""
+    """Give modules back the forward that they had: their class's, or one of their own."""
     for module in modules:
-        module.__dict__.pop("forward", None)
+        if _REPLACED in module.__dict__:
+            own = module.__dict__.pop(_REPLACED)
+            del module.forward
+            if own is not None:
+                module.forward = own
 
 
 def _checkpointed(forward: Forward, **options: Any) -> Forward:

@@ -23,14 +23,18 @@ from torch import Tensor
 from engine.shared_memory import share_memory
 from engine.transports.base import Done, Nothing, Pending, PendingSum, Transport
 from engine.transports.native import NativeTransport
-from engine.transports.pairwise import PairwiseTransport, SocketCarrier
+from engine.transports.pairwise import PairwiseTransport
 from engine.transports.shared import SharedCarrier
+from engine.transports.sockets import SocketCarrier
 
 SOCKETS = "ENGINE_SOCKETS"
 """Environment variable: set, ranks of one host talk through sockets too, as ranks of several do."""
 
 _open: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
-"""On gloo, for those whose trainer is never closed."""
+"""Of trainers that are not closed."""
+
+_made: set[dist.ProcessGroup] = set()
+"""Groups that `connect` made, and the last trainer closed destroys."""
 
 _LOCK_SECONDS = 0.05
 
@@ -46,17 +50,17 @@ class Ranks:
         sent_bytes: payload bytes this rank sent since the start (for native collectives, by the ring's formula).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, device: torch.device, owned: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, device: torch.device) -> None:
         self.group = group
         self.device = device
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.counts: Counter[str] = Counter()
         self.sent_bytes = 0
-        self._owned = owned
         self.has_host_transport = group is not None and "cpu:gloo" in dist.get_backend_config(group)
         self._shared: SharedCarrier | None = None
         self._transport: Transport | None = None
+        _open.add(self)
         if group is None or self.size == 1:
             return
         if not self.has_host_transport or device.type != "cpu":
@@ -65,7 +69,6 @@ class Ranks:
         memory = share_memory(self.gather_objects, rank=self.rank, allowed=not os.environ.get(SOCKETS))
         self._shared = SharedCarrier(group, memory) if memory else None
         self._transport = PairwiseTransport(self._shared or SocketCarrier(group), size=self.size, rank=self.rank)
-        _open.add(self)
         _leave_gloo_at_exit()
 
     @property
@@ -196,17 +199,19 @@ class Ranks:
             self.sum_small(torch.zeros(1, device=self.device))
 
     def close(self) -> None:
-        """Let go of the process group, and destroy it where `connect` made it.
+        """Let go of the process group, and destroy it where `connect` made it and no other trainer has it.
 
         gloo's threads are joined with the last reference. Left to the interpreter's end, one that still frees a tensor
         there aborts the process ("terminate called without an active exception").
         """
-        if self._owned and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owned = False
         if self._shared is not None:
             self._shared.leave()
-        self.group = self._transport = self._shared = None
+        group, self.group = self.group, None
+        self._transport = self._shared = None
+        if group in _made and not any(other.group is group for other in _open):
+            _made.remove(group)
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.counts[kind] += 1
@@ -222,7 +227,10 @@ def connect(device: torch.device, group: dist.ProcessGroup | None = None) -> Ran
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks(None, device=device)
     dist.init_process_group(dist.get_default_backend_for_device(device))
-    return Ranks(dist.group.WORLD, device=device, owned=True)
+    group = dist.group.WORLD
+    assert group is not None
+    _made.add(group)
+    return Ranks(group, device=device)
 
 
 @functools.cache

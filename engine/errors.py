@@ -40,6 +40,10 @@ class RankFailedError(EngineError):
     """Another rank of the group failed; the message is that rank's own."""
 
 
+RANK_FAILURES = (RankFailedError, RuntimeError)
+"""How a collective with a rank that failed ends: the engine's own messages with the first, torch's with the second."""
+
+
 class MemoryLimitError(EngineError):
     """The run exceeded its memory limit."""
 

@@ -64,15 +64,15 @@ class GradientBuckets:
         self._ranks, self._reduce, self._dtypes = ranks, reduce, dtypes
         self._in_flight = _IN_FLIGHT if overlap else 1
         self._collects_for_wire = dtypes.local == dtypes.wire
-        sizes = [bucket.size * dtypes.wire.itemsize for bucket in buckets]
-        self._rooms = len(sizes) if stays and self._collects_for_wire else min(self._in_flight + 1, len(sizes))
-        ranks.reserve([max(sizes[room::self._rooms]) for room in range(self._rooms)])
+        count = len(buckets)
+        self._rooms = count if stays and self._collects_for_wire else min(self._in_flight + 1, count)
         self._queue: deque[tuple[BucketGradients, PendingSum, int]] = deque()
         self._held_bytes = 0
         self._new_window = True
         self._in_pass = self._reducing = self._eager = False
-        self._order = list(self.states)
-        self._place = {state.bucket.index: place for place, state in enumerate(self._order)}
+        self._order: list[BucketGradients] = []
+        self._place: dict[int, int] = {}
+        self._reduce_in(list(self.states))
         self._next = 0
         self.is_ordered = False
         self.used: set[int] = set()
@@ -99,8 +99,10 @@ class GradientBuckets:
 
     def put_last(self, parameters: set[int]) -> None:
         """From now on reduce the buckets of these parameters after the others. Equal on every rank, between passes."""
-        self._order.sort(key=lambda state: any(slot.managed.index in parameters for slot in state.bucket.slots))
-        self._place = {state.bucket.index: place for place, state in enumerate(self._order)}
+        order = sorted(self._order, key=lambda state: any(
+            slot.managed.index in parameters for slot in state.bucket.slots))
+        if order != self._order:
+            self._reduce_in(order)
         self.is_ordered = True
 
     def launch(self, state: BucketGradients) -> None:
@@ -127,8 +129,11 @@ class GradientBuckets:
 
     def discard(self) -> None:
         """Drop everything and start a new window."""
-        self.finish()
-        self._drop()
+        try:
+            self.finish()
+        finally:
+            self._queue.clear()
+            self._drop()
 
     def start_window(self) -> None:
         """Forget which parameters were used; `peak_bytes` starts anew with the next gradient."""
@@ -152,6 +157,13 @@ class GradientBuckets:
             state.filled.clear()
         self._held_bytes = 0
         self._in_pass = self._reducing = False
+
+    def _reduce_in(self, order: list[BucketGradients]) -> None:
+        """Make rooms for this order: neighbours have different ones."""
+        self._order = order
+        self._place = {state.bucket.index: place for place, state in enumerate(order)}
+        sizes = [state.bucket.size * self._dtypes.wire.itemsize for state in order]
+        self._ranks.reserve([max(sizes[room::self._rooms]) for room in range(self._rooms)])
 
     def _register(self, state: BucketGradients, slot: Slot) -> RemovableHandle:
         def accept(parameter: Tensor) -> None:
@@ -195,7 +207,6 @@ class GradientBuckets:
         return local
 
     def _room(self, state: BucketGradients) -> int:
-        """Neighbours in the order have different ones."""
         return self._place[state.bucket.index] % self._rooms
 
     def _launch_next(self) -> None:

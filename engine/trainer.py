@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from engine.checkpointing import require_wrappable, unwrap, wrap_inside, wrap_ou
 from engine.collectives import Ranks, connect
 from engine.config import OptimizerConfig, TrainConfig
 from engine.consolidate import TrainingState, consolidate
+from engine.errors import RANK_FAILURES
 from engine.model_file import save_model
 from engine.norm import agree_on_used, gradient_norm
 from engine.offload import HostMemory
@@ -162,7 +163,7 @@ class Trainer:
             with self._stage.backward(reduce=last and not self._no_sync):
                 torch.autograd.backward(self._scale.apply(loss), retain_graph=retain_graph)
         except Exception:
-            self._drop_gradients()
+            self._drop_after_failure()
             raise
         self._uncounted, self._no_sync_uncounted = True, self._no_sync
 
@@ -189,7 +190,11 @@ class Trainer:
             self._stage.gradients.discard()
             self.skipped_steps += 1
         else:
-            self._update.step(used=used, divisor=self._clipped(divisor, norm))
+            try:
+                self._update.step(used=used, divisor=self._clipped(divisor, norm))
+            except Exception:
+                self._drop_after_failure()
+                raise
             self.steps += 1
         self._stage.gradients.start_window()
         self._scale.update(overflow=overflow)
@@ -309,10 +314,9 @@ class Trainer:
             ConfigurationError: there is none, it is damaged, or it is of another model or kind of optimizer; names
                 `path`. The same on every rank. Nothing was changed, unless damage came to light while it was read.
         """
-        progress = load_checkpoint(self._training_state(), Path(path))
+        progress = load_checkpoint(self._training_state(), Path(path), before_change=self._before_load)
         self.steps, self.skipped_steps = progress.steps, progress.skipped_steps
         self._scale.load_state(progress.loss_scale)
-        self._drop_gradients()
 
     def close(self) -> None:
         """Remove all hooks and free all buffers. The module keeps its parameters at stages 0 to 2."""
@@ -345,6 +349,11 @@ class Trainer:
         compute = DTYPES[self.config.precision]
         return cast_floating(inputs, compute), cast_floating(keywords, compute)
 
+    def _before_load(self) -> None:
+        self._drop_gradients()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # forwards under way may still be copying offloaded parameters
+
     def _before_state_dict(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         if not self._may_read_state_dict:
             raise RuntimeError("at zero_stage 3 a module holds no whole parameters: call "
@@ -357,10 +366,16 @@ class Trainer:
                                    "now: initialize with it trainable, and freeze it until its time has come")
 
     def _drop_gradients(self) -> None:
-        self._stage.gradients.discard()
-        self._stage.gradients.start_window()
         self._micro_batch = 0
         self._uncounted = False
+        try:
+            self._stage.gradients.discard()
+        finally:
+            self._stage.gradients.start_window()
+
+    def _drop_after_failure(self) -> None:
+        with suppress(*RANK_FAILURES):  # where others failed too: this rank's own error tells more
+            self._drop_gradients()
 
     def _end_micro_batch(self) -> None:
         self._micro_batch += 1

@@ -1,13 +1,14 @@
 """What stages 0 to 2 share: every rank holds all parameters, as views of flat buckets."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from engine.buckets import Bucket, GatherBatch, gather_batches, lay_out
+from engine.errors import RANK_FAILURES
 from engine.gradients import GradientBuckets
 from engine.precision import GradientDtypes
 from engine.stages.base import StageContext
@@ -77,7 +78,12 @@ class FlatParameters:
     def backward(self, *, reduce: bool) -> Iterator[None]:
         reduces = reduce or not self._accumulates_locally
         self.gradients.begin_pass(reduce=reduces)
-        yield
+        try:
+            yield
+        except Exception:
+            with suppress(*RANK_FAILURES):  # this rank's own error tells more
+                self.gradients.end_pass()  # the others wait for its part
+            raise
         self.gradients.end_pass()
         self._unreduced = not reduces
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.collectives import Ranks
+from engine.errors import RANK_FAILURES
 from engine.stages.agreement import Agreement, Point, Votes
 from engine.stages.on_demand import OnDemand
 from engine.stages.schedule import Schedule
@@ -142,7 +143,7 @@ class Gathering:
             try:
                 yield
             except Exception:
-                with suppress(RuntimeError):  # as where others failed too: this rank's own error tells more
+                with suppress(*RANK_FAILURES):  # as where others failed too: this rank's own error tells more
                     self._end(together=ends_together)
                 raise
             self._end(together=ends_together)

@@ -46,7 +46,7 @@ class ParameterSharded:
             for bucket in unit.buckets:
                 self._shards[bucket.index] = self._place(bucket, context)
         self.gradients = GradientBuckets(self.buckets, ranks=self.ranks, reduce=self._reduce, dtypes=self._dtypes,
-                                         stays=self._accumulates_locally, overlap=config.overlap_comm)
+                                         stays=False, overlap=config.overlap_comm)
         self.gradients.on_complete = self._complete
         self._gathering = Gathering(self._units, self._shards, ranks=self.ranks,
                                     ahead=config.prefetch_bucket_size if config.overlap_comm else 0,

@@ -23,6 +23,19 @@ class ParameterShared(GradientSharded):
     def place(self, buckets: Sequence[Bucket], context: StageContext) -> None:
         super().place(buckets, context)
         self.ranks.barrier()  # every shard was written
+        self._versions = {managed: managed.parameter._version for managed in context.parameters}
+
+    def finish_reductions(self) -> None:
+        """
+        Raises:
+            RuntimeError: parameters were changed other than by the engine: every rank did so in turn, to the same ones.
+        """
+        changed = [managed.name for managed, version in self._versions.items()
+                   if managed.parameter._version != version]
+        if changed:
+            raise RuntimeError(f"{', '.join(changed)}: changed in place at zero_stage 3, where all ranks would change "
+                               "the same memory: change it before initialize, or load a checkpoint")
+        super().finish_reductions()
 
     def write(self, bucket: Bucket, values: Tensor) -> None:
         self.parameters(bucket).copy_(values[self.owned(bucket)])

@@ -19,6 +19,9 @@ _SMALL_ROOMS = 4
 _ALIGNMENT = 64
 """Bytes that messages begin at multiples of."""
 
+_ROOMS = 0
+"""The number of the segment with the rooms."""
+
 _ELSEWHERE = -1
 """In place of a segment's number: the message itself follows through the socket."""
 
@@ -37,15 +40,13 @@ class SharedCarrier:
         self._group, self._memory = group, memory
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._mailbox = Mailbox(memory, size=self._size, rank=self._rank, timeout=_timeout_seconds(group))
-        self._segments: list[list[Segment]] = []
+        self._segments: dict[int, list[Segment]] = {}
         self._outbox: _Outbox | None = None
         self.bytes = 0
 
     def mirrored(self, sizes: Sequence[int]) -> list[Tensor]:
         """Tensors of so many bytes that messages are sent from without a copy. Collective."""
-        self._segments.append(self._memory.mirrored(_total(sizes)))
-        self.bytes += _total(sizes)
-        return _cut(self._segments[-1][self._rank].data, sizes)
+        return self._mirrored(1 + len(self._segments), sizes)
 
     def common(self, sizes: Sequence[int]) -> list[Tensor]:
         """Tensors of so many bytes that all ranks read and write. Collective."""
@@ -53,9 +54,16 @@ class SharedCarrier:
         return _cut(self._memory.common(_total(sizes)).data, sizes)
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Make rooms of so many bytes for messages. Collective, equal everywhere."""
-        rooms = self.mirrored([*sizes, *[_SMALL_BYTES] * _SMALL_ROOMS])
-        self._outbox = _Outbox(self._segments[-1][self._rank], rooms, self._mailbox)
+        """Make rooms of so many bytes for messages, in place of those there are. Collective, equal everywhere.
+
+        No message from them may be on its way; sums that lie in them are good for as long as something refers to them.
+        """
+        released = 0
+        if self._outbox is not None:
+            self.bytes -= self._segments[_ROOMS][self._rank].data.nbytes
+            released = self._outbox.count
+        rooms = self._mirrored(_ROOMS, [*sizes, *[_SMALL_BYTES] * _SMALL_ROOMS])
+        self._outbox = _Outbox(self._segments[_ROOMS][self._rank], rooms, self._mailbox, released=released)
 
     def leave(self) -> None:
         """Tell the others that nothing more comes from this rank."""
@@ -117,10 +125,16 @@ class SharedCarrier:
     def _tag(self, number: int) -> int:
         return self._memory.number % _TAGS * _TAGS + number % _TAGS + 1
 
+    def _mirrored(self, number: int, sizes: Sequence[int]) -> list[Tensor]:
+        """This rank's one of a new numbered segment for each rank, cut."""
+        self._segments[number] = self._memory.mirrored(_total(sizes))
+        self.bytes += _total(sizes)
+        return _cut(self._segments[number][self._rank].data, sizes)
+
     def _place(self, values: Tensor) -> tuple[int, int]:
         """(segment, first byte)."""
         address = values.data_ptr()
-        for number, segments in enumerate(self._segments):
+        for number, segments in self._segments.items():
             first = address - segments[self._rank].data.data_ptr()
             if 0 <= first < segments[self._rank].data.numel():
                 return number, first
@@ -168,14 +182,20 @@ class _Outbox:
 
     Ranks release the same messages in the same order, and count them where the others see it: what this rank released
     as its n-th, another has read when that one's count is n.
+
+    Attributes:
+        count: messages released.
+
+    Args:
+        released: messages, by outboxes before this one.
     """
 
-    def __init__(self, segment: Segment, rooms: Sequence[Tensor], mailbox: Mailbox) -> None:
+    def __init__(self, segment: Segment, rooms: Sequence[Tensor], mailbox: Mailbox, *, released: int) -> None:
         self._segment, self._rooms, self._mailbox = segment, rooms, mailbox
         self._numbers = {room.data_ptr(): number for number, room in enumerate(rooms)}
         self._in_use = [False] * len(rooms)
         self._released_as = [0] * len(rooms)
-        self._count = 0
+        self.count = released
 
     def take(self, number: int, size: int) -> Tensor | None:
         number %= len(self._rooms)
@@ -191,11 +211,11 @@ class _Outbox:
             self._in_use[number] = False
 
     def release(self, memory: Tensor, *, keep: bool) -> None:
-        self._count += 1
-        self._mailbox.finish(self._count)
+        self.count += 1
+        self._mailbox.finish(self.count)
         number = self._numbers.get(memory.data_ptr())
         if number is not None:
-            self._released_as[number], self._in_use[number] = self._count, keep
+            self._released_as[number], self._in_use[number] = self.count, keep
 
     def trim(self) -> None:
         self._segment.clear()

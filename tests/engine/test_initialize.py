@@ -159,6 +159,23 @@ def test_buffers_of_any_layout_and_dtype_are_the_first_ranks(ranks: RanksOf) -> 
     assert ranks(2).run(_start_with_odd_buffers) == [expected] * 2
 
 
+def test_close_gives_modules_back_the_forward_they_had(ranks: RanksOf) -> None:
+    assert ranks(1).run(_forwards_after_close) == [(True, True, False)]
+
+
+def _forwards_after_close() -> tuple[bool, bool, bool]:
+    model = built(Tower)
+    head = model.leave
+    model.blocks[0].forward = instance = model.blocks[0].forward  # in the instance from now on
+    head.forward = kept = head.forward
+    config = TrainConfig(zero_stage=3, activation_checkpointing="full")
+    trainer = initialize(model, config=config)
+    run_step(trainer, 0)
+    trainer.close()
+    return (model.blocks[0].forward is instance, model.leave.forward is kept,
+            any("forward" in module.__dict__ for module in model.modules() if module not in (model.blocks[0], head)))
+
+
 def _first_step_after_gradients_of_before(precision: str) -> tuple[Weights, Weights]:
     results = []
     for before in (False, True):
@@ -180,7 +197,7 @@ def test_gradients_from_before_do_not_count(ranks: RanksOf, precision: str) -> N
 
 
 def _from_environment(store: str) -> tuple[int, int]:
-    """The process group made from torchrun's variables, and ended with the trainer."""
+    """The process group made from torchrun's variables, and ended with the last trainer."""
     import os
 
     rank = dist.get_rank()
@@ -190,7 +207,11 @@ def _from_environment(store: str) -> tuple[int, int]:
         trainer = start(Setup(perceptron, TrainConfig(zero_stage=2)))
         run_step(trainer, 0)
         found = trainer.rank, trainer.data_parallel_size
+        other = start(Setup(perceptron))
         trainer.close()
+        run_step(other, 0)
+        assert other.consolidated_state_dict().keys() == perceptron().state_dict().keys()
+        other.close()
         assert not dist.is_initialized()
     finally:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

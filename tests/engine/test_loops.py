@@ -435,9 +435,11 @@ def _evaluation_fails(training: Training, batch: Batch) -> None:
     training.backward(loss)
 
 
-def _backward_fails(training: Training, batch: Batch) -> None:
+def _backward_fails(training: Training, batch: Batch, *, after: tuple[int, ...]) -> None:
+    """On every rank, at once or at different places."""
+    output = training.module(batch.inputs, fails_after=after[batch.rank % len(after)], in_backward=True)
     with pytest.raises(BadSampleError):
-        training.backward(loss_of(training.module(batch.inputs, fails_after=1, in_backward=True), batch.target))
+        training.backward(loss_of(output, batch.target))
     plain(training, batch)
 
 
@@ -446,7 +448,8 @@ CASES |= {
     "forward_fails_differently": Case(Fragile, partial(_forward_fails, after=(0, 2)), worlds=UNEVEN),
     "forward_fails_on_some": Case(Fragile, partial(_forward_fails, after=(None, 1)), worlds=UNEVEN),
     "evaluation_fails": Case(Fragile, _evaluation_fails),
-    "backward_fails": Case(Fragile, _backward_fails, worlds=UNEVEN),
+    "backward_fails": Case(Fragile, partial(_backward_fails, after=(1,)), worlds=UNEVEN),
+    "backward_fails_differently": Case(Fragile, partial(_backward_fails, after=(0, 2)), worlds=UNEVEN),
 }
 
 

@@ -28,6 +28,7 @@ from tests.engine.training import (
     built,
     loss_of,
     micro_batches,
+    over_shared_memory,
     over_sockets,
     run_step,
     samples,
@@ -197,6 +198,23 @@ def test_a_parameter_is_not_changed_in_vain(change: Callable[[Tensor], object]) 
     with torch.no_grad(), pytest.raises(RuntimeError, match="before initialize"):
         change(trainer.module.get_parameter("leave.weight"))
     trainer.close()
+
+
+def _change_and_step() -> str:
+    trainer = start(Setup(Tower, TrainConfig(zero_stage=3)))
+    run_step(trainer, 0)
+    with torch.no_grad():
+        trainer.module.get_parameter("leave.weight").mul_(2)
+    with pytest.raises(RuntimeError) as failure:
+        run_step(trainer, 1)
+    trainer.close()
+    return str(failure.value)
+
+
+@over_shared_memory
+def test_a_parameter_in_common_memory_is_not_changed_by_every_rank(ranks: RanksOf) -> None:
+    for message in ranks(2).run(_change_and_step):
+        assert message.startswith("leave.weight: changed in place at zero_stage 3")
 
 
 def _vote_apart() -> tuple[list[int], list[int], list[bool], bool]:

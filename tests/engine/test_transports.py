@@ -155,6 +155,37 @@ def test_rooms_for_messages_are_used_again(ranks: RanksOf) -> None:
         assert summed == pytest.approx(total, abs=1e-2)
 
 
+def _reserved_again() -> tuple[int, int, bool, list[float]]:
+    ranks = connected()
+    size = ranks.size * SLICE * 4
+    ranks.reserve([size, size])
+    small = ranks.shared_bytes
+    for room in range(2):
+        ranks.reduce_scatter(filled(ranks, torch.float32, room=room), dtype=torch.float32).wait()
+    held = ranks.all_reduce(filled(ranks, torch.float32), dtype=torch.float32).wait()
+    ranks.reserve([2 * size, size])
+    larger = ranks.empty(2 * ranks.size * SLICE, torch.float32, room=0)
+    in_room = ranks.is_room(larger)
+    larger[:] = ranks.rank + 1
+    ranks.reduce_scatter(larger, dtype=torch.float32).wait()
+    again_too_early = ranks.is_room(ranks.empty(2 * ranks.size * SLICE, torch.float32, room=0))
+    ranks.barrier()
+    again = ranks.is_room(ranks.empty(2 * ranks.size * SLICE, torch.float32, room=0)) or again_too_early
+    answer = small, ranks.shared_bytes, in_room and again, held.tolist()
+    ranks.barrier()
+    ranks.close()
+    return answer
+
+
+@over_shared_memory
+def test_rooms_may_be_made_anew(ranks: RanksOf) -> None:
+    total = expected(2, torch.float32).float()
+    for small, large, in_room, held in ranks(2).run(_reserved_again):
+        assert in_room
+        assert large - small == 2 * SLICE * 4
+        torch.testing.assert_close(torch.tensor(held), total, atol=1e-6, rtol=1e-6)
+
+
 def _common() -> tuple[list[float], int, int]:
     ranks = connected()
     place = ranks.common([ranks.size * 8])[0].view(torch.float64)

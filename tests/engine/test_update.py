@@ -1,19 +1,64 @@
 """The update in rounds, and the order in which buckets get there."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from engine import OptimizerConfig, TrainConfig
-from tests.engine.training import FEATURES, RanksOf, Setup, assert_same_weights, reference, run_step, start, train
+from tests.engine.training import (
+    FEATURES,
+    RanksOf,
+    Setup,
+    Tower,
+    assert_same_weights,
+    reference,
+    run_step,
+    stages,
+    start,
+    train,
+)
 
 LAYERS = 30
 
 
 def test_step_hooks_run_once_a_step(ranks: RanksOf) -> None:
     assert ranks(2).run(_hook_calls) == [(3, 3, 4)] * 2
+
+
+class _HookError(Exception):
+    pass
+
+
+def _after_a_failing_hook(stage: int) -> tuple[list[int], bool]:
+    """A step that fails in a user's hook, then one that does not: its gradients alone count."""
+    config = TrainConfig(zero_stage=stage, reduce_bucket_size=50)
+    sgd = OptimizerConfig(name="sgd", lr=0.1)
+    trainer, other = (start(Setup(Tower, config, sgd)) for _ in range(2))
+    sizes = [len(group["params"]) for group in trainer.optimizer.param_groups]
+
+    def fail(*_: Any) -> None:
+        raise _HookError
+
+    handle = trainer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(_HookError):
+        run_step(trainer, 0)
+    handle.remove()
+    run_step(trainer, 1)
+    run_step(other, 1)
+    ours, theirs = trainer.consolidated_state_dict(), other.consolidated_state_dict()
+    after = [len(group["params"]) for group in trainer.optimizer.param_groups]
+    trainer.close()
+    other.close()
+    return [now - before for now, before in zip(after, sizes, strict=True)], all(
+        torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@stages
+def test_gradients_of_a_step_that_failed_do_not_count(ranks: RanksOf, stage: int) -> None:
+    assert ranks(2).run(_after_a_failing_hook, stage) == [([0], True)] * 2
 
 
 def _hook_calls() -> tuple[int, int, int]:
@@ -76,6 +121,26 @@ def test_the_update_sees_torch_optimizers_own_groups() -> None:
     assert sizes == [(LAYERS + 1) * FEATURES**2]
     assert [sum(tensor.numel() for tensor in group["params"]) for group in trainer.optimizer.param_groups] == sizes
     assert isinstance(trainer.optimizer, torch.optim.AdamW)
+    trainer.close()
+
+
+def test_a_hook_that_fails_leaves_the_optimizer_as_it_was() -> None:
+    trainer = start(Setup(Chain, TrainConfig(reduce_bucket_size=64)))
+    groups = [list(group["params"]) for group in trainer.optimizer.param_groups]
+
+    def fail(*_: object) -> None:
+        raise ValueError("of a user's hook")
+
+    hook = trainer.optimizer.register_step_post_hook(fail)
+    trainer.backward(trainer(torch.ones(2, FEATURES)).mean())
+    with pytest.raises(ValueError, match="of a user's hook"):
+        trainer.step()
+    hook.remove()
+    for group, tensors in zip(trainer.optimizer.param_groups, groups, strict=True):
+        assert list(map(id, group["params"])) == list(map(id, tensors))
+        assert all(tensor.grad is None for tensor in tensors)
+    assert set(trainer.optimizer.state) <= set(groups[0])
+    assert trainer.optimizer.grad_scale is None
     trainer.close()
 
 
