@@ -3,6 +3,7 @@
 With the CPU as device both are the same RAM; host tensors are separate tensors all the same, and counted apart.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,7 +17,7 @@ class HostMemory:
     Attributes:
         bytes: allocated by `empty`.
         peak_bytes: the most `bytes` has been, together with what `note` was told.
-        pinned: whether new tensors are page-locked; False after the first refusal, and on CPU-only machines.
+        pinned: whether page-locked memory is to be had; False after the first refusal, and on CPU-only machines.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,9 +25,13 @@ class HostMemory:
         self.peak_bytes = 0
         self.pinned = device.type != "cpu"
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new (numel,) tensor on the host, page-locked where the machine allows it."""
-        tensor = self._allocate(numel, dtype)
+    def empty(self, numel: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
+        """A new (numel,) tensor on the host.
+
+        Args:
+            pinned: page-locked where the machine allows it, for what transfers read or write. Such memory is scarce.
+        """
+        tensor = self._pinned(numel, dtype) if pinned and self.pinned else torch.empty(numel, dtype=dtype)
         self.bytes += tensor.nbytes
         self.note()
         return tensor
@@ -35,72 +40,92 @@ class HostMemory:
         """Record for the peak that `also` bytes are held on the host beside those allocated here."""
         self.peak_bytes = max(self.peak_bytes, self.bytes + also)
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if self.pinned:
-            try:
-                return torch.empty(numel, dtype=dtype, pin_memory=True)
-            except RuntimeError:  # limits on locked memory, WSL, ...: slower transfers, nothing else
-                self.pinned = False
-        return torch.empty(numel, dtype=dtype)
+    def _pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        try:
+            return torch.empty(numel, dtype=dtype, pin_memory=True)
+        except RuntimeError:  # limits on locked memory, WSL, ...: slower transfers, nothing else
+            self.pinned = False
+            return torch.empty(numel, dtype=dtype)
 
 
 class Transfers(Protocol):
     """Copies between device and host."""
 
-    def fetch(self, source: Tensor) -> Callable[[], Tensor]:
-        """Start copying a device tensor (n,) to the host.
+    def begin(self) -> None:
+        """Transfers from now on come after all that the device was given so far."""
+
+    def fetch(self, source: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        """Start copying a device tensor (n,) to the host, as it was at the last `begin`.
 
         Returns:
-            Waits and gives the host tensor, which is good until `fetch` was called `buffers` times more.
+            Waits and gives the host tensor, converted. One in use is overwritten when as many more were waited for.
         """
 
     def store(self, source: Tensor, destination: Tensor) -> None:
         """Copy a host tensor to a device tensor, converted; the device's current stream sees it afterwards.
 
-        Where parameters are offloaded too, the destination is on the host.
+        The destination is used for nothing else since the last `begin`. Where parameters are offloaded too, it is on
+        the host.
         """
 
 
-def make_transfers(device: torch.device, host: HostMemory, *, buffers: int) -> Transfers:
+def make_transfers(device: torch.device, host: HostMemory, *, in_use: int, upcoming: int) -> Transfers:
     """Transfers of a device.
 
     Args:
-        buffers: fetched tensors that are in use at once, at most.
+        in_use: fetched tensors that are used at once, at most.
+        upcoming: those that are fetched meanwhile.
     """
-    return DirectTransfers() if device.type == "cpu" else StreamedTransfers(device, host, buffers=buffers)
+    if device.type == "cpu":
+        return DirectTransfers(host, in_use=in_use)
+    return StreamedTransfers(device, host, in_use=in_use, upcoming=upcoming)
 
 
 class DirectTransfers:
     """The device is the host."""
 
-    def fetch(self, source: Tensor) -> Callable[[], Tensor]:
-        return lambda: source
+    def __init__(self, host: HostMemory, *, in_use: int) -> None:
+        self._converted = _Buffers(host, in_use, pinned=False)
+
+    def begin(self) -> None:
+        pass
+
+    def fetch(self, source: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        return lambda: self._converted.converted(source, dtype)
 
     def store(self, source: Tensor, destination: Tensor) -> None:
         destination.copy_(source)
 
 
 class StreamedTransfers:
-    """On a stream of their own beside the device's computation, ordered by events, through reused host buffers."""
+    """On a stream for each direction beside the device's computation, ordered by events, through reused host buffers.
 
-    def __init__(self, device: torch.device, host: HostMemory, *, buffers: int) -> None:
-        self._device, self._host = device, host
-        self._stream = torch.Stream(device)
-        self._incoming = [_Buffer() for _ in range(buffers)]
-        self._outgoing = [_Buffer(), _Buffer()]
+    Neither direction waits for the other, nor for what the device was given after `begin`.
+    """
 
-    def fetch(self, source: Tensor) -> Callable[[], Tensor]:
-        buffer = self._next(self._incoming)
-        staged = buffer.of(source.numel(), source.dtype, self._host)
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
+    def __init__(self, device: torch.device, host: HostMemory, *, in_use: int, upcoming: int) -> None:
+        self._device = device
+        self._to_host, self._to_device = torch.Stream(device), torch.Stream(device)
+        self._incoming = _Buffers(host, in_use + upcoming, pinned=True)
+        self._converted = _Buffers(host, in_use, pinned=False)
+        self._outgoing = _Buffers(host, 2, pinned=True)
+
+    def begin(self) -> None:
+        begun = torch.accelerator.current_stream(self._device).record_event()
+        self._to_host.wait_event(begun)
+        self._to_device.wait_event(begun)
+
+    def fetch(self, source: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        buffer = self._incoming.next()
+        staged = buffer.of(source.numel(), source.dtype)
+        with self._to_host:
             staged.copy_(source, non_blocking=True)
-            buffer.event = self._stream.record_event()
-        source.record_stream(self._stream)
+            buffer.event = self._to_host.record_event()
+        source.record_stream(self._to_host)
 
         def wait() -> Tensor:
             buffer.wait()
-            return staged
+            return self._converted.converted(staged, dtype)
 
         return wait
 
@@ -108,35 +133,45 @@ class StreamedTransfers:
         if destination.device.type != self._device.type:
             destination.copy_(source)
             return
-        buffer = self._next(self._outgoing)
+        buffer = self._outgoing.next()
         buffer.wait()
-        staged = buffer.of(source.numel(), destination.dtype, self._host)
+        staged = buffer.of(source.numel(), destination.dtype)
         staged.copy_(source)
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
+        with self._to_device:
             destination.copy_(staged, non_blocking=True)
-            buffer.event = self._stream.record_event()
+            buffer.event = self._to_device.record_event()
         torch.accelerator.current_stream(self._device).wait_event(buffer.event)
 
-    @staticmethod
-    def _next(buffers: list["_Buffer"]) -> "_Buffer":
-        buffers.append(buffers.pop(0))
-        return buffers[-1]
+
+class _Buffers:
+    """Host buffers that are used in turn."""
+
+    def __init__(self, host: HostMemory, count: int, *, pinned: bool) -> None:
+        self._buffers = deque(_Buffer(host, pinned=pinned) for _ in range(count))
+
+    def next(self) -> "_Buffer":
+        self._buffers.rotate(-1)
+        return self._buffers[-1]
+
+    def converted(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """A host tensor itself where it has the dtype, else its values in the next buffer."""
+        return source if source.dtype == dtype else self.next().of(source.numel(), dtype).copy_(source)
 
 
 class _Buffer:
     """A host buffer that grows to the largest request, and the event after which it may be touched."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostMemory, *, pinned: bool) -> None:
         self.event: torch.Event | None = None
+        self._host, self._is_pinned = host, pinned
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def of(self, numel: int, dtype: torch.dtype, host: HostMemory) -> Tensor:
+    def of(self, numel: int, dtype: torch.dtype) -> Tensor:
         needed = numel * dtype.itemsize
         if self._bytes.numel() < needed:
-            host.bytes -= self._bytes.numel()
+            self._host.bytes -= self._bytes.numel()
             self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is taken
-            self._bytes = host.empty(needed, torch.uint8)
+            self._bytes = self._host.empty(needed, torch.uint8, pinned=self._is_pinned)
         return self._bytes[:needed].view(dtype)
 
     def wait(self) -> None:

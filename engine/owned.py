@@ -84,19 +84,26 @@ class HostPart(Part):
         self._transfers = transfers
 
     def receive(self, gradient: Tensor) -> None:
-        self._gradient = self._transfers.fetch(gradient)
+        self._gradient = self._transfers.fetch(gradient, self.master.dtype)
 
     def store(self) -> None:
-        self._transfers.store(self.master, self._parameters)
+        if not self.is_parameters:
+            self._transfers.store(self.master, self._parameters)
 
 
 @dataclass(frozen=True)
 class Offload:
-    """How much of each bucket's owned elements is on the host, and how it gets there and back."""
+    """What of each bucket's owned elements is on the host, and how it gets there and back.
+
+    Attributes:
+        ratio: share of them whose masters and states are there.
+        has_parameters: whether the parameters themselves are there.
+    """
 
     ratio: float
     host: HostMemory
     transfers: Transfers
+    has_parameters: bool
 
 
 def make_parts(bucket: Bucket, stage: Stage, groups: dict[nn.Parameter, int], offload: Offload) -> list[Part]:
@@ -111,8 +118,10 @@ def make_parts(bucket: Bucket, stage: Stage, groups: dict[nn.Parameter, int], of
         master = masters[:cut].clone() if on_host and own_memory else masters[:cut]
         parts.append(Part(bucket, slice(0, cut), master, parameters[:cut]))
     if on_host:
-        master = offload.host.empty(on_host, masters.dtype)
-        master.copy_(masters[cut:])
+        if offload.has_parameters and parameters.dtype == masters.dtype:
+            master = parameters[cut:]
+        else:
+            master = offload.host.empty(on_host, masters.dtype, pinned=False).copy_(masters[cut:])
         parts.append(HostPart(bucket, slice(cut, masters.numel()), master, parameters[cut:],
                               transfers=offload.transfers))
     for part in parts:

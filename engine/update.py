@@ -1,6 +1,7 @@
 """The optimizer step on what this rank owns, bucket after bucket."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -29,8 +30,9 @@ class OwnedUpdate:
         # meanwhile. Only optimizers known to keep all state per parameter may be stepped so.
         indices = [[bucket.index] for bucket in stage.buckets]
         self._rounds = indices if is_stock(optimizer) else [[index for one in indices for index in one]]
-        at_once = sum(len(round_) for round_ in self._rounds[:2])  # one round's gradients are used while the next come
-        offload = Offload(host_ratio, host, make_transfers(device, host, buffers=at_once))
+        in_use, upcoming = (sum(map(len, rounds)) for rounds in (self._rounds[:1], self._rounds[1:2]))
+        self._transfers = make_transfers(device, host, in_use=in_use, upcoming=upcoming)
+        offload = Offload(host_ratio, host, self._transfers, has_parameters=stage.host_parameter_bytes() > 0)
         self._parts = [make_parts(bucket, stage, groups, offload) for bucket in stage.buckets]
         adopt(optimizer, list(self.parts))
         self._chunks: dict[Part, list[Chunk]] = {
@@ -63,29 +65,27 @@ class OwnedUpdate:
             # On the host: to there, optimizers copy it from a device without waiting for it to arrive.
             self.optimizer.grad_scale = torch.tensor(divisor)  # type: ignore[attr-defined]
             divisor = 1
-        whole_groups = [group["params"] for group in self.optimizer.param_groups]
         hooks = StepHooks(self.optimizer)
-        upcoming = self._receive(self._rounds[0]) if self._rounds else []
-        for number in range(len(self._rounds)):
-            parts = upcoming
-            upcoming = self._receive(self._rounds[number + 1]) if number + 1 < len(self._rounds) else []
-            with hooks.in_round(first=number == 0, last=number + 1 == len(self._rounds)):
-                self._step_optimizer(parts, used=used, divisor=divisor)
-            for part in parts:
-                part.store()
-            for index in self._rounds[number]:
-                self._stage.gradients.use_up(self._stage.gradients.states[index])
-                self._stage.publish(self._stage.buckets[index])
-        for group, tensors in zip(self.optimizer.param_groups, whole_groups, strict=True):
-            group["params"] = tensors
-        if self._scales_in_kernel:
-            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self._transfers.begin()
+        with self._in_rounds():
+            upcoming = self._receive(self._rounds[0]) if self._rounds else []
+            for number in range(len(self._rounds)):
+                parts = upcoming
+                upcoming = self._receive(self._rounds[number + 1]) if number + 1 < len(self._rounds) else []
+                with hooks.in_round(first=number == 0, last=number + 1 == len(self._rounds)):
+                    self._step_optimizer(parts, used=used, divisor=divisor)
+                for part in parts:
+                    part.store()
+                for index in self._rounds[number]:
+                    self._stage.gradients.use_up(self._stage.gradients.states[index])
+                    self._stage.publish(self._stage.buckets[index])
         self._stage.finish_publishing()
         self._host.note(self.host_state_bytes())
 
     @torch.no_grad()
     def publish(self) -> None:
         """Give the module the masters' values, after they and the states were changed other than by `step`."""
+        self._transfers.begin()
         for parts in self._parts:
             for part in parts:
                 part.store()
@@ -117,6 +117,18 @@ class OwnedUpdate:
         for group in self.optimizer.param_groups:
             group["params"] = []
 
+    @contextmanager
+    def _in_rounds(self) -> Iterator[None]:
+        """Inside, the optimizer's groups have only what is stepped at the moment."""
+        whole_groups = [group["params"] for group in self.optimizer.param_groups]
+        try:
+            yield
+        finally:
+            for group, tensors in zip(self.optimizer.param_groups, whole_groups, strict=True):
+                group["params"] = tensors
+            if self._scales_in_kernel:
+                self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+
     def _receive(self, indices: Sequence[int]) -> list[Part]:
         """Hand the buckets' summed gradients to their parts; transfers to the host start here."""
         parts = []
@@ -137,10 +149,12 @@ class OwnedUpdate:
         for group, tensors in zip(self.optimizer.param_groups, members, strict=True):
             group["params"] = tensors
             prepare_state(self.optimizer, tensors, group)
-        self.optimizer.step()
-        for part in parts:
-            for chunk in self._chunks[part]:
-                chunk.end(self.optimizer)
+        try:
+            self.optimizer.step()
+        finally:
+            for part in parts:
+                for chunk in self._chunks[part]:
+                    chunk.end(self.optimizer)
 
     def _states(self, part: Part) -> Iterator[Tensor]:
         for piece in part.slices:

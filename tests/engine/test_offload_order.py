@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import OptimizerConfig, TrainConfig
 from engine.offload import HostMemory, StreamedTransfers, Transfers
 from engine.trainer import Trainer, initialize
 from tests.engine.test_optimizers import sign_momentum
-from tests.engine.training import Awkward, Optimizer, built, loss_of, perceptron, samples
+from tests.engine.training import FEATURES, Awkward, Optimizer, built, loss_of, samples
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,19 @@ class Timeline(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host, self.main, self.side = Actor("host", self), Actor("main", self), Actor("side", self)
+        self.host, self.main = Actor("host", self), Actor("main", self)
+        self.sides: list[Actor] = []
         self.entered = [self.main]
         self.on_host: set[int] = set()
+        self.pinned: set[int] = set()
+        self.not_pinned_aside: list[Access] = []
         self.unplaced: set[int] = set()  # made from nothing: of either
-        self.kept_for_side: set[int] = set()
-        self.read_by_side: set[int] = set()
+        self.kept: set[tuple[str, int]] = set()  # for a side stream
+        self.read_aside: set[tuple[str, int]] = set()
         self.accesses: dict[int, list[Access]] = {}
         self.races: list[tuple[Access, Access]] = []
         self.updates: list[Counter[str]] = []
+        self.transfers: list[tuple[str, Counter[str]]] = []
         self._alive: list[torch.UntypedStorage] = []  # no address is used twice
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
@@ -120,6 +124,8 @@ class Timeline(TorchDispatchMode):
         actor = self.entered[-1] if on_device else self.host
         if actor is not self.host:
             actor.seen |= self.host.seen  # issued by the host
+        if actor in self.sides:
+            self.transfers.append((actor.name, actor.seen.copy()))
         actor.seen[actor.name] += 1
         for tensor, writes in (*used, *((tensor, True) for tensor in made)):
             self._access(_place(tensor), Access(actor.name, actor.seen[actor.name], writes, str(operator)), actor)
@@ -133,8 +139,14 @@ class Timeline(TorchDispatchMode):
             if (access.writes or earlier.writes) and actor.seen[earlier.actor] < earlier.tick:
                 self.races.append((earlier, access))
         self.accesses[place].append(access)
-        if actor is self.side and not access.writes and place not in self.on_host:
-            self.read_by_side.add(place)
+        if actor in self.sides and place not in self.on_host and not access.writes:
+            self.read_aside.add((actor.name, place))
+        if actor in self.sides and place in self.on_host and place not in self.pinned:
+            self.not_pinned_aside.append(access)
+
+    def new_stream(self) -> Actor:
+        self.sides.append(Actor(f"side {len(self.sides)}", self))
+        return self.sides[-1]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -161,20 +173,22 @@ def timeline(monkeypatch: pytest.MonkeyPatch) -> Timeline:
     timeline = Timeline()
     allocate = HostMemory.empty
 
-    def empty(host: HostMemory, *size: Any, **options: Any) -> Tensor:
-        tensor = allocate(host, *size, **options)
+    def empty(host: HostMemory, numel: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
+        tensor = allocate(host, numel, dtype, pinned=pinned)
+        (timeline.pinned.add if pinned else timeline.pinned.discard)(_place(tensor))
         timeline.unplaced.discard(_place(tensor))
         timeline.on_host.add(_place(tensor))
         return tensor
 
-    def streamed(device: torch.device, host: HostMemory, *, buffers: int) -> Transfers:
-        return StreamedTransfers(device, host, buffers=buffers)
+    def streamed(device: torch.device, host: HostMemory, **counts: int) -> Transfers:
+        return StreamedTransfers(device, host, **counts)
 
     monkeypatch.setattr(HostMemory, "empty", empty)
     monkeypatch.setattr("engine.update.make_transfers", streamed)
-    monkeypatch.setattr(torch, "Stream", lambda device: timeline.side)
+    monkeypatch.setattr(torch, "Stream", lambda device: timeline.new_stream())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: timeline.entered[-1])
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: timeline.kept_for_side.add(_place(tensor)))
+    monkeypatch.setattr(Tensor, "record_stream",
+                        lambda tensor, stream: timeline.kept.add((stream.name, _place(tensor))))
     return timeline
 
 
@@ -200,28 +214,40 @@ def test_no_transfer_races_with_its_neighbours(timeline: Timeline, stage: int, p
         trainer._update.publish()
         trainer(samples(4)[0])
     assert len(trainer._stage.buckets) > 4
-    assert timeline.read_by_side
+    assert timeline.read_aside
     assert timeline.races == []
     # Gradients are freed when they have been used: the allocator must know that the side stream used them.
-    assert timeline.read_by_side <= timeline.kept_for_side
+    assert timeline.read_aside <= timeline.kept
+    assert timeline.not_pinned_aside == []
+    assert timeline.pinned.isdisjoint(_place(part.master) for part in trainer._update.parts)
     trainer.close()
 
 
+def _chain() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(6)))
+
+
 def test_a_bucket_is_updated_while_its_neighbours_are_on_their_way(timeline: Timeline) -> None:
-    config = TrainConfig(zero_stage=1, precision="bf16", offload_optimizer_ratio=1.0, reduce_bucket_size=50)
-    trainer = initialize(built(perceptron), config=config, optimizer=OptimizerConfig(lr=0.01))
+    config = TrainConfig(zero_stage=1, precision="bf16", offload_optimizer_ratio=1.0, reduce_bucket_size=FEATURES**2)
+    trainer = initialize(built(_chain), config=config, optimizer=OptimizerConfig(lr=0.01))
     _step(trainer, timeline, 0)
     timeline.updates.clear()
-    before = timeline.side.seen["side"]
+    timeline.transfers.clear()
+    to_host, to_device = (side.name for side in timeline.sides)
+    fetches, stores = (side.seen[side.name] for side in timeline.sides)
     _step(trainer, timeline, 1)
     buckets = len(trainer._stage.buckets)
-    assert buckets > 3
-    assert len(timeline.updates) == buckets
-    # The side stream's work in order: fetch 0, fetch 1, store 0, fetch 2, store 1, fetch 3, ..., store n - 1.
-    assert timeline.side.seen["side"] == before + 2 * buckets
-    fetched = [before + max(2 * number, 1) for number in range(buckets)]
+    assert buckets == 6
+    # In order: fetch 0, fetch 1, update 0, store 0, fetch 2, update 1, store 1, ..., store n - 1.
     for number, seen in enumerate(timeline.updates):
-        assert seen["side"] >= fetched[number]
-        if number + 1 < buckets:
-            assert seen["side"] < fetched[number + 1]  # the next gradients, and the last parameters, may be under way
+        assert seen[to_host] == fetches + number + 1  # the next gradients may be under way
+        assert seen[to_device] == stores + max(number - 2, 0)  # as may the last two buckets' parameters
+    assert len(timeline.updates) == buckets
+    fetched = [seen for name, seen in timeline.transfers if name == to_host]
+    stored = [seen for name, seen in timeline.transfers if name == to_device]
+    assert len(fetched) == len(stored) == buckets
+    for number, seen in enumerate(fetched):
+        assert seen[to_device] == stores + max(number - 3, 0)  # of number - 1 that were issued
+    for number, seen in enumerate(stored):
+        assert seen[to_host] == fetches + number + 1  # of number + 2 that were issued
     trainer.close()

@@ -242,7 +242,7 @@ def test_parameters_come_from_the_host_beside_the_computation(
                                               "offload_optimizer_ratio": optimizer_ratio})
     trainer = initialize(built(Awkward), config=config, optimizer=OptimizerConfig(lr=0.01))
     gathering = gathering_stage(trainer)._gathering
-    gathering._uploads = torch.Stream(torch.device("cpu"))  # the modelled one
+    gathering._uploads = uploads = timeline.new_stream()  # type: ignore[assignment]
     fill = gathering._fill
 
     def fill_on_device(unit: Unit, fulls: dict[int, Tensor]) -> list[Pending]:
@@ -252,11 +252,11 @@ def test_parameters_come_from_the_host_beside_the_computation(
     monkeypatch.setattr(gathering, "_fill", fill_on_device)
     for number in range(2):
         inputs, target = samples(number)
-        known = timeline.host.seen["side"]
+        known = timeline.host.seen[uploads.name]
         with timeline:
             trainer.backward(loss_of(trainer(inputs), target))
-            assert timeline.host.seen["side"] == known  # nothing made the host wait
+            assert timeline.host.seen[uploads.name] == known  # nothing made the host wait
             trainer.step()
-    assert timeline.side.seen["side"] >= 2 * 2 * len(trainer._stage.buckets)
+    assert uploads.seen[uploads.name] >= 2 * 2 * len(trainer._stage.buckets)
     assert timeline.races == []
     trainer.close()
