@@ -1,6 +1,7 @@
 # make setup   build .venv with everything for running and testing
 # make demo    tune the example model and show it live (ARGS=--exit: end by itself)
 # make test    set up all that the tests need and run them (ARGS="tests/engine -x": part of them)
+# make coverage  lines of engine/ that its tests run, in all their processes; fails under 95 % (ARGS="-x": to pytest)
 # make check   linters, types, architecture rules
 # make bench-engine   the engine beside DDP, FSDP2 and DeepSpeed (JSON=FILE: results as data too; ARGS=--help: options)
 # make bench-NAME     one of zero_memory, communication, overhead, checkpointing, gpu (JSON and ARGS as above)
@@ -14,7 +15,7 @@ ARGS ?=
 JSON ?=
 BIN := .venv/bin
 
-.PHONY: help setup system demo test check bench-engine clean
+.PHONY: help setup system demo test coverage check bench-engine clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -33,6 +34,12 @@ demo: setup
 
 test: setup system
 	@$(BIN)/python -m pytest $(ARGS)
+
+coverage: setup system
+	@$(BIN)/coverage erase
+	@PYTHONPATH="$(CURDIR)/.ci/coverage" $(BIN)/python -m pytest tests/engine tests/contracts $(ARGS)
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report
 
 check: setup
 	$(BIN)/ruff check .

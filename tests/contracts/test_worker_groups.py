@@ -54,7 +54,7 @@ def fake_launcher() -> FakeLauncher:
 @pytest.fixture(params=["fake", "local"])
 def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Launcher:
     monkeypatch.setenv("AUTOTUNE_ALLOWED_TASKS", "tests.support.failing_tasks")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     makers: dict[str, Callable[[], Launcher]] = {"fake": fake_launcher,
                                                  "local": lambda: LocalLauncher(device_type="cpu")}
     return makers[request.param]()

@@ -17,25 +17,32 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 60.0
+GRACE_SECONDS = 0.5
 
 
 class RankError(AssertionError):
     """A rank raised; carries the first failing rank's traceback."""
 
 
+def rank_context() -> ForkServerContext:
+    """Starts processes that are forked from one that has torch loaded."""
+    context = multiprocessing.get_context("forkserver")
+    # torch._dynamo is imported with a first optimizer, pytest with the function to run: more than a second.
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "engine.trainer", "pytest"])
+    return context
+
+
 class RankPool:
     """Processes that run a function on several ranks at once."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        # torch._dynamo is imported with a first optimizer, pytest with the function to run: more than a second.
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "engine.trainer",
-                                              "pytest"])
+        self._context = rank_context()
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._groups = 0
@@ -89,10 +96,12 @@ class RankPool:
 
     def close_ranks(self) -> None:
         """End the processes; the next `run` starts new ones."""
-        for process, connection in self._ranks:
-            connection.close()
-            process.kill()
+        for _, connection in self._ranks:
+            connection.close()  # those who wait for work end by themselves
+        deadline = time.monotonic() + GRACE_SECONDS
         for process, _ in self._ranks:
+            process.join(max(deadline - time.monotonic(), 0))
+            process.kill()
             process.join()
         self._ranks, self._group_size = [], 0
 
