@@ -1,9 +1,16 @@
 """What an exception in a rank means: the outcome of the trial, and whether it is the cause or only an echo."""
 
+import atexit
+import functools
 import re
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from engine.errors import DeviceMemoryLimitError, HostMemoryLimitError, RankFailedError
 from engine.report import Outcome
@@ -15,6 +22,12 @@ _PEER_GONE = re.compile(r"connection (was )?(closed|reset|refused)|closed by pee
                         r"Socket Timeout|gloo.*(transport|read|write|recv|send).*error|NCCL.*(unhandled|remote)|"
                         r"Application timeout caused pair closure|Timed out waiting \d+ms for (send|recv) operation",
                         re.IGNORECASE | re.DOTALL)
+
+_STORE_KEY = "engine/failure"
+_HEAR_SECONDS = 3.0
+"""For the message of the rank that failed: none comes from one that was killed."""
+_LINGER_SECONDS = 2.0
+"""For that rank to end first, and the launcher to notice."""
 
 
 def outcome_of(error: BaseException, device_type: str) -> Outcome:
@@ -51,3 +64,30 @@ def describe(error: BaseException, rank: int) -> str:
     text = str(error).strip().encode("utf-8", "backslashreplace").decode()
     name = type(error).__name__
     return f"rank {rank}: {name}: {text}" if text else f"rank {rank}: {name}"
+
+
+@functools.cache
+def tell_at_exit() -> None:
+    """Have an exception that ends this process told to the other ranks, and one that is only an echo end it later.
+
+    Launchers report the process that ends first, and stop the others. A rank that fails closes its connections before
+    it has ended, and its peers would often be first.
+    """
+    atexit.register(_tell)
+
+
+def _tell() -> None:
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is None:
+        return
+    echo = is_echo(error)
+    with suppress(RuntimeError, ValueError):  # the group or its store is gone, or nothing comes
+        store, rank = _get_default_store(), dist.get_rank()
+        if echo:
+            store.wait([_STORE_KEY], timedelta(seconds=_HEAR_SECONDS))
+            sys.stderr.write(f"rank {rank} stops because another failed: {store.get(_STORE_KEY).decode()}\n")
+            sys.stderr.flush()
+        else:
+            store.set(_STORE_KEY, describe(error, rank))
+    if echo:
+        time.sleep(_LINGER_SECONDS)

@@ -57,17 +57,15 @@ def train(
     from engine.tasks.build import build_task
 
     context = _context(run_file.world_size, device_type)
-    try:
-        loop = TrainingLoop(build_task(run_file.model, seed=run_file.seed), run_file.config, run_file.optimizer,
-                            seed=run_file.seed, context=context)
-        results = [loop.step(step) for step in range(steps)]
-        losses = loop.mean_losses([result.loss_sum for result in results])
-        if checkpoint is not None:
-            loop.trainer.save_checkpoint(checkpoint)
-        loop.close()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    loop = TrainingLoop(build_task(run_file.model, seed=run_file.seed), run_file.config, run_file.optimizer,
+                        seed=run_file.seed, context=context)
+    results = [loop.step(step) for step in range(steps)]
+    losses = loop.mean_losses([result.loss_sum for result in results])
+    if checkpoint is not None:
+        loop.trainer.save_checkpoint(checkpoint)
+    loop.close()
+    if dist.is_initialized():  # after a failure the group stays, lest the others end before this rank has told why
+        dist.destroy_process_group()
     return list(losses), sum(not result.applied for result in results)
 
 
@@ -75,6 +73,7 @@ def _context(world_size: int, device_type: str) -> "RankContext":
     import torch
     import torch.distributed as dist
 
+    from engine.failure import tell_at_exit
     from engine.ranks import RankContext, backend_for, control_group, default_device, set_threads
 
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
@@ -88,6 +87,7 @@ def _context(world_size: int, device_type: str) -> "RankContext":
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend_for(device), device_id=None if device.type == "cpu" else device)
+        tell_at_exit()
     return RankContext(rank=rank, world_size=world_size, device=device, control=control_group(world_size))
 
 
@@ -112,4 +112,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    sys.exit(record(main)())  # torchrun shows the first failing rank's exception
