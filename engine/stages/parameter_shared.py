@@ -43,11 +43,9 @@ class ParameterShared(GradientSharded):
     def publish(self, bucket: Bucket) -> None:
         """Written where all ranks read it."""
 
-    def finish_publishing(self) -> None:
-        self.ranks.barrier()
-        # This stage is the one for least memory: forward and its activations need not find the buffers of backward.
-        # A rank that has still to read of the barrier finds zeros, which is what the barrier sums.
-        self.ranks.trim()
+    def trims_rooms(self) -> bool:
+        """This stage is the one for least memory."""
+        return True
 
     def close(self) -> None:
         """The module keeps its parameters, from now on in memory of its own."""
