@@ -1,5 +1,7 @@
 """What is known of a model and of hardware, independent of any configuration: the inputs of prediction."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from engine.config import Checkpointing
@@ -37,6 +39,11 @@ class ModelProfile(Value):
     tokens_per_sample: int
     flops_per_sample: float = Field(description="floating-point operations of forward and backward, without recompute")
     activations: tuple[ActivationBytes, ...]
+    hidden: int = Field(0, description="elements of a token between blocks; 0: not known, guessed from a block's size")
+    heads: int = Field(0, description="attention heads of a block; 0: attention is not told from the other operations")
+    vocab: int = Field(0, description="outputs per token of the last layer; 0: not told from the blocks")
+    attention: Literal["fused", "eager"] = Field("fused", description="eager: the matrix of scores is written out")
+    loss: Literal["fused", "eager"] = Field("eager", description="eager: from a copy of the logits in fp32")
 
     def activation(self, checkpointing: Checkpointing, precision: Precision) -> ActivationBytes:
         """The entry for one choice.
@@ -48,6 +55,17 @@ class ModelProfile(Value):
             if (entry.checkpointing, entry.precision) == (checkpointing, precision):
                 return entry
         raise KeyError(f"no activation profile for checkpointing {checkpointing}, precision {precision}")
+
+
+class Links(Value):
+    """How the devices of a cluster are joined. Rates are what a ring of collectives moves through one device (bus
+    bandwidth as NCCL's tests count it), in one direction."""
+
+    devices_per_node: int
+    intra_bytes_per_second: float = Field(description="per device, between devices of a node")
+    inter_bytes_per_second: float = Field(description="per node, through all of its network adapters together")
+    intra_latency_seconds: float = Field(description="of a collective, for each doubling of its ranks")
+    inter_latency_seconds: float
 
 
 class HardwareProfile(Value):
@@ -65,3 +83,6 @@ class HardwareProfile(Value):
     allreduce_bytes_per_second: float | None = Field(description="message bytes over seconds; None at one rank")
     allreduce_latency_seconds: float | None
     software: dict[str, str] = Field(description="versions measured with, e.g. torch")
+    links: Links | None = Field(None, description="None: every group of ranks communicates as measured over all")
+    host_bytes_per_second: float | None = Field(None, description="between a device and its host, in one direction")
+    launch_seconds: float | None = Field(None, description="the host's time to start one operation")

@@ -14,3 +14,6 @@ class Prediction(Value):
     peak_device_bytes: int
     peak_host_bytes: int
     step_seconds: float | None = Field(None, description="None where nothing is known yet")
+    seconds: dict[str, float] = Field(
+        default_factory=dict, description="of `step_seconds`, by term: forward, backward, recompute, tensor_exchange, "
+        "pipeline_bubble, pipeline_transfer, data_exchange, optimizer, host_transfer")

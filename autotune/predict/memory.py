@@ -5,12 +5,16 @@ divides the optimizer states by W, stage 2 the gradients as well, stage 3 the pa
 up, so that the shards of all ranks together are never less than one full copy. Activations are measured, not
 estimated (`ModelProfile`). Buffers follow what the engine holds: see `reduce_buffer_bytes` and `gather_buffer_bytes`.
 
+With tensor and pipeline parallelism all of this is said of the part of the model that a device holds
+(`autotune.predict.parallel`), and the ranks are those that hold the same part.
+
 A step peaks either in the backward pass, with activations and reduction buffers, or in the update, with gathers and
 converted gradients; the terms are those of the phase that needs more.
 """
 
 from dataclasses import dataclass
 
+from autotune.predict.parallel import Parallel, activation_bytes
 from engine.config import OptimizerConfig, TrainConfig
 from engine.profile import ModelProfile
 from engine.values import BYTES_PER_ELEMENT
@@ -37,10 +41,15 @@ class Situation:
     """What a configuration's memory depends on besides itself.
 
     Attributes:
+        model: the part that one device holds.
+        world_size: ranks that hold the same part.
         device_is_host: the device's memory is the host's, as on a CPU.
+        whole: the model that `model` is a part of.
     """
 
     model: ModelProfile
+    whole: ModelProfile
+    parallel: Parallel
     optimizer: OptimizerConfig
     world_size: int
     device_is_host: bool
@@ -55,9 +64,7 @@ def memory_terms(situation: Situation, config: TrainConfig) -> MemoryTerms:
     model = situation.model
     parameters = parameter_bytes(model, config, situation.world_size)
     on_device, on_host = optimizer_bytes(situation, config)
-    activation = model.activation(config.activation_checkpointing, config.precision)
-    activations = activation.fixed + config.micro_batch_size * activation.saved_per_sample
-    transient = config.micro_batch_size * max(activation.peak_per_sample - activation.saved_per_sample, 0)
+    activations, transient = activation_bytes(situation.whole, config, situation.parallel)
     scratch = CPU_SCRATCH_BYTES if situation.device_is_host and config.precision != "fp32" else 0
     reducing, updating = reduce_buffer_bytes(situation, config), gather_buffer_bytes(situation, config)
     if updating > reducing + activations + transient:

@@ -1,82 +1,274 @@
-"""Seconds of one optimizer step, roughly: good for ranking and for a first guess, not for promises."""
+"""Seconds of one optimizer step, by term. docs/prediction.md derives the formulas and says how well they hold.
 
-from autotune.predict.memory import owned, states_per_parameter
-from engine.config import OptimizerConfig, TrainConfig
-from engine.profile import HardwareProfile, ModelProfile
+Every operation is charged for its arithmetic and for its memory traffic, and for being started. What differs between
+devices is in the `HardwareProfile`, what is the same everywhere in `Constants`.
+"""
+
+from dataclasses import dataclass
+
+from autotune.predict.communication import Ring, ring
+from autotune.predict.constants import Constants
+from autotune.predict.memory import Situation, owned, states_per_parameter
+from autotune.predict.parallel import hidden_size, saved_bytes, stage_blocks
+from engine.config import Checkpointing, TrainConfig
+from engine.profile import HardwareProfile
 from engine.values import BYTES_PER_ELEMENT
 
-_RECOMPUTE = {"none": 0.0, "selective": 0.1, "full": 1 / 3}
-"""Extra operations over forward and backward: full checkpointing repeats the forward pass, a third of them."""
+Seconds = dict[str, float]
 
-_BACKWARD_SHARE = 2 / 3
-_LAUNCH_SECONDS = 3e-6
-"""Per operation started; about five operations a parameter tensor, thrice (forward, and twice in backward)."""
+_BACKWARD = 2.0
+"""Time of a backward pass over that of the forward pass: each product has two gradients."""
+
+_PASSES = 1 + _BACKWARD
+
 _OPERATIONS_PER_TENSOR = 15
+"""Started per parameter tensor in forward and backward; residuals, activations and norms are among them."""
+
+_UPDATES_PER_TENSOR = 2
+
+_LAUNCH_SECONDS = 3e-6
+"""The host's, per operation, where it was not measured."""
+
 _HOST_BYTES_PER_SECOND = 10e9
 """Between an accelerator and its host, and of an optimizer step on the host, where nothing was measured."""
 
+_BLOCK_EXCHANGES = 4
+"""All-reduces of tensor parallelism per block: two in forward, two in backward (arXiv 1909.08053, figure 4). Those
+outside of blocks: of the embedding, and of the gradient that enters the blocks."""
 
-def step_seconds(model: ModelProfile, hardware: HardwareProfile, optimizer: OptimizerConfig,
-                 config: TrainConfig) -> float | None:
-    """Seconds of one optimizer step over the whole global batch; None where the precision's rate is unknown."""
+_OUTER_EXCHANGES = 2
+
+_EXPOSED_ON_CPU = 0.5
+"""As `Constants.exposed_share`: ranks on a CPU compute and communicate with the same cores."""
+
+_ALIGNED_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Point:
+    """What is to be timed."""
+
+    situation: Situation
+    hardware: HardwareProfile
+    config: TrainConfig
+    constants: Constants
+    flops_per_second: float
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.config.micro_batch_size * self.situation.whole.tokens_per_sample
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element in compute."""
+        return BYTES_PER_ELEMENT[self.config.precision]
+
+    @property
+    def traffic_rate(self) -> float:
+        """Bytes per second, read or written."""
+        return 2 * self.hardware.copy_bytes_per_second
+
+    @property
+    def launch_seconds(self) -> float:
+        measured = self.hardware.launch_seconds
+        return _LAUNCH_SECONDS if measured is None else measured
+
+    def product(self, operations: float, *, sizes: tuple[float, float, float]) -> float:
+        """Seconds of matrix products of these three dimensions: of m k n multiplications with m k + k n + m n elements
+        read or written once, the traffic is 1/m + 1/k + 1/n elements each."""
+        traffic = operations / 2 * self.width * sum(1 / size for size in sizes)
+        return operations / self.flops_per_second + traffic / self.traffic_rate
+
+    def moved(self, saved_per_sample: float) -> float:
+        """Seconds of all that is not a product, forward and backward, where so many bytes of activations are saved."""
+        moved = self.constants.activation_traffic * self.config.micro_batch_size * saved_per_sample
+        return moved / self.traffic_rate
+
+    def started(self, products: float, traffic: float, operations: float) -> float:
+        """Seconds of a device's work and of the host that starts so many operations: beside each other, but on a CPU
+        one after the other."""
+        host = operations * self.launch_seconds
+        if self.situation.device_is_host:
+            return products + traffic + host
+        order, share = self.constants.host_norm, self.constants.product_launches
+        return float((products**order + (share * host)**order) ** (1 / order)
+                     + (traffic**order + ((1 - share) * host)**order) ** (1 / order))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MicroBatch:
+    """Seconds of one micro-batch on one device.
+
+    Attributes:
+        blocks: forward and backward pass of a pipeline stage's blocks.
+        recompute: in its backward pass.
+        head: forward and backward pass of what comes after the blocks, at the last stage.
+        exchange: all-reduces of tensor parallelism in the stage's blocks.
+        head_exchange: those outside of blocks.
+        transfer: to the next pipeline stage and back.
+    """
+
+    blocks: float
+    recompute: float
+    head: float
+    exchange: float
+    head_exchange: float
+    transfer: float
+
+    @property
+    def stage(self) -> float:
+        """Of a pipeline stage that is not the last."""
+        return self.blocks + self.recompute + self.exchange + self.transfer
+
+
+def step_terms(situation: Situation, hardware: HardwareProfile, config: TrainConfig,
+               constants: Constants) -> Seconds | None:
+    """Seconds of one optimizer step over the whole global batch; None where the precision's rate is unknown.
+
+    The last pipeline stage sets the pace; before its first micro-batch arrives and after its last one, the others take
+    one turn each (1F1B; arXiv 2104.04473, section 2.2).
+    """
     rate = hardware.matmul_flops_per_second.get(config.precision)
     if not rate:
         return None
-    compute = _compute_seconds(model, config, rate)
-    backward = compute * _BACKWARD_SHARE
-    communication = _communication_seconds(model, hardware, config)
-    hidden = min(communication / 2, backward) if config.overlap_comm else 0.0
-    return compute + communication - hidden + _optimizer_seconds(model, hardware, optimizer, config)
+    point = _Point(situation=situation, hardware=hardware, config=config, constants=constants, flops_per_second=rate)
+    micro, steps = _micro_batch(point), config.gradient_accumulation_steps
+    forward = steps * (micro.blocks + micro.head) / _PASSES
+    backward, recompute = _BACKWARD * forward, steps * micro.recompute
+    beside = backward + recompute + (forward if config.zero_stage == 3 else 0.0)
+    update, host = _update_seconds(point)
+    return {
+        "forward": forward,
+        "backward": backward,
+        "recompute": recompute,
+        "tensor_exchange": steps * (micro.exchange + micro.head_exchange),
+        "pipeline_bubble": (situation.parallel.pipeline - 1) * micro.stage,
+        "pipeline_transfer": steps * micro.transfer,
+        "data_exchange": _exposed_seconds(point, beside),
+        "optimizer": update,
+        "host_transfer": host,
+    }
 
 
-def _compute_seconds(model: ModelProfile, config: TrainConfig, rate: float) -> float:
-    recompute = _RECOMPUTE[config.activation_checkpointing]
-    samples = config.micro_batch_size * config.gradient_accumulation_steps
-    operations = samples * model.flops_per_sample * (1 + recompute)
-    launches = config.gradient_accumulation_steps * model.parameter_tensors * _OPERATIONS_PER_TENSOR * (1 + recompute)
-    return operations / rate + launches * _LAUNCH_SECONDS
+def _micro_batch(point: _Point) -> _MicroBatch:
+    model, tensor, config = point.situation.whole, point.situation.parallel.tensor, point.config
+    blocks = max(model.block_count, 1)
+    products, scores, traffic = _block_seconds(point)
+    launches = model.parameter_tensors * _OPERATIONS_PER_TENSOR
+    both = point.started(products + scores, traffic, launches)
+    again = {"none": 0.0, "full": both / _PASSES,
+             "selective": point.started(0.0, traffic, launches) / _PASSES}[config.activation_checkpointing]
+    exchanges = _BLOCK_EXCHANGES + (_BLOCK_EXCHANGES / 2 if config.activation_checkpointing == "full" else 0)
+    message = point.tokens * hidden_size(model) * point.width
+    exchange = ring(point.hardware, ranks=tensor, stride=1).allreduce(message) if tensor > 1 else 0.0
+    share = stage_blocks(model, point.situation.parallel) / blocks
+    return _MicroBatch(
+        blocks=share * both, recompute=share * again, head=_head_seconds(point, launches / blocks),
+        exchange=share * blocks * exchanges * exchange, head_exchange=_OUTER_EXCHANGES * exchange,
+        transfer=_transfer_seconds(point, message))
 
 
-def _communication_seconds(model: ModelProfile, hardware: HardwareProfile, config: TrainConfig) -> float:
-    """Stages 0 and 1 communicate once per step, 2 and 3 once per micro-batch; an all-reduce is a reduce-scatter and
-    an all-gather, so each of these counts half of it (arXiv 1910.02054, section 7)."""
-    bandwidth = hardware.allreduce_bytes_per_second
-    if hardware.world_size == 1 or not bandwidth:
+def _block_seconds(point: _Point) -> tuple[float, float, float]:
+    """(matrix products, attention, other traffic) of all blocks, forward and backward, on one of the devices that
+    share them."""
+    model, config, tensor = point.situation.whole, point.config, point.situation.parallel.tensor
+    hidden, tokens, length = hidden_size(model), point.tokens, model.tokens_per_sample
+    attention = 12 * hidden * length * tokens * model.block_count if model.heads else 0
+    work = max(config.micro_batch_size * model.flops_per_sample - attention - _head_work(point), 0.0)
+    # Cutting leaves one of a product's two other dimensions whole; weighted by the four products of a block.
+    products = point.product(work / tensor, sizes=(tokens, hidden, 3 * hidden / tensor))
+    if model.attention == "fused":
+        scores = attention / tensor / (point.flops_per_second * point.constants.fused_attention_rate)
+    else:
+        scores = point.product(attention / tensor, sizes=(length, length, hidden / max(model.heads, 1)))
+    whole, cut, _ = saved_bytes(model, config, _probed_choice(point))
+    return products, scores, point.moved(whole + cut / tensor)
+
+
+def _head_work(point: _Point) -> float:
+    """Operations of the product with the vocabulary, forward and backward."""
+    return 6.0 * point.situation.whole.vocab * hidden_size(point.situation.whole) * point.tokens
+
+
+def _head_seconds(point: _Point, launches: float) -> float:
+    """Logits and loss, forward and backward, which start about as many operations as a block does."""
+    model, tensor = point.situation.whole, point.situation.parallel.tensor
+    if not model.vocab:
         return 0.0
-    latency = hardware.allreduce_latency_seconds or 0.0
-    steps = config.gradient_accumulation_steps
-    compute_bytes = BYTES_PER_ELEMENT[config.precision]
-    gradient_seconds = model.trainable_parameters * BYTES_PER_ELEMENT[config.reduce_dtype] / bandwidth
-    parameter_seconds = model.parameters * compute_bytes / bandwidth
+    outputs = -(-model.vocab // tensor)
+    product = point.product(_head_work(point) / tensor, sizes=(point.tokens, hidden_size(model), outputs))
+    if outputs * point.width % _ALIGNED_BYTES and not point.situation.device_is_host:
+        product /= point.constants.unaligned_rate
+    _, _, logits = saved_bytes(model, point.config, _probed_choice(point))
+    return point.started(product, point.moved(logits / tensor), launches)
+
+
+def _probed_choice(point: _Point) -> Checkpointing:
+    """Traffic follows from what is saved without checkpointing, where that was probed."""
+    choices = {entry.checkpointing for entry in point.situation.whole.activations
+               if entry.precision == point.config.precision}
+    return "none" if "none" in choices else point.config.activation_checkpointing
+
+
+def _transfer_seconds(point: _Point, message: float) -> float:
+    """Activations to the next pipeline stage and their gradients back."""
+    parallel = point.situation.parallel
+    if parallel.pipeline == 1:
+        return 0.0
+    return 2 * ring(point.hardware, ranks=2, stride=parallel.tensor * point.situation.world_size).send(message)
+
+
+def _exposed_seconds(point: _Point, beside: float) -> float:
+    """Communication between the ranks that hold the same part, as far as computing for so long does not hide it."""
+    if point.situation.world_size == 1:
+        return 0.0
+    seconds = _data_seconds(point, ring(point.hardware, ranks=point.situation.world_size,
+                                        stride=point.situation.parallel.tensor))
+    if not point.config.overlap_comm:
+        return seconds
+    least = _EXPOSED_ON_CPU if point.situation.device_is_host else point.constants.exposed_share
+    return max(least * seconds, seconds - point.constants.hidden_share * beside)
+
+
+def _data_seconds(point: _Point, group: Ring) -> float:
+    """Stages 0 and 1 communicate once per step, 2 and 3 once per micro-batch; an all-reduce is a reduce-scatter and
+    an all-gather (arXiv 1910.02054, section 7)."""
+    model, config = point.situation.model, point.config
+    gradients = model.trainable_parameters * BYTES_PER_ELEMENT[config.reduce_dtype]
     buckets = _pieces(model.trainable_parameters, config.reduce_bucket_size)
     match config.zero_stage:
         case 0:
-            return gradient_seconds + latency * buckets
+            return group.allreduce(gradients, pieces=buckets)
         case 1 | 2:
-            reductions = 1 if config.zero_stage == 1 else steps
+            reductions = 1 if config.zero_stage == 1 else config.gradient_accumulation_steps
             gathers = _pieces(model.trainable_parameters, config.allgather_bucket_size)
-            return (reductions * (gradient_seconds / 2 + latency * buckets)
-                    + parameter_seconds / 2 + latency * gathers)
+            return (reductions * group.gather(gradients, pieces=buckets)
+                    + group.gather(model.trainable_parameters * point.width, pieces=gathers))
         case _:
             gathers = max(model.block_count, 1) + 1
-            return steps * (gradient_seconds / 2 + latency * buckets + parameter_seconds + 2 * latency * gathers)
+            return config.gradient_accumulation_steps * (
+                group.gather(gradients, pieces=buckets)
+                + 2 * group.gather(model.parameters * point.width, pieces=gathers))
 
 
 def _pieces(elements: int, bucket: int) -> int:
     return -(-elements // bucket)
 
 
-def _optimizer_seconds(model: ModelProfile, hardware: HardwareProfile, optimizer: OptimizerConfig,
-                       config: TrainConfig) -> float:
-    """Reading and writing parameters, gradients and states; offloaded ones also cross to the host and back."""
-    elements = owned(model, config, hardware.world_size)
-    state_bytes = 4 if config.optimizer_precision == "fp32" else BYTES_PER_ELEMENT[config.precision]
-    traffic = elements * state_bytes * (3 + 2 * states_per_parameter(optimizer))
-    transfer = 2 * elements * BYTES_PER_ELEMENT[config.precision]
-    ratio = config.offload_optimizer_ratio
-    host_rate = hardware.copy_bytes_per_second if hardware.device_type == "cpu" else _HOST_BYTES_PER_SECOND
-    seconds = traffic * (1 - ratio) / hardware.copy_bytes_per_second + (traffic + transfer) * ratio / host_rate
+def _update_seconds(point: _Point) -> tuple[float, float]:
+    """(optimizer, transfers): parameters, gradients and states are read and written; offloaded ones cross to the host
+    and back."""
+    situation, config, ratio = point.situation, point.config, point.config.offload_optimizer_ratio
+    elements = owned(situation.model, config, situation.world_size)
+    state_bytes = 4 if config.optimizer_precision == "fp32" else point.width
+    traffic = elements * state_bytes * (3 + 2 * states_per_parameter(situation.optimizer))
+    host_rate = point.traffic_rate if situation.device_is_host else _HOST_BYTES_PER_SECOND
+    update = traffic * ((1 - ratio) / point.traffic_rate + ratio / host_rate)
+    update += situation.model.parameter_tensors * _UPDATES_PER_TENSOR * point.launch_seconds
+    crossing = 2 * elements * point.width * ratio
     if config.offload_param:
-        shard_bytes = model.parameters * BYTES_PER_ELEMENT[config.precision] / hardware.world_size
-        seconds += (2 * config.gradient_accumulation_steps + 1) * shard_bytes / host_rate
-    return seconds
+        shard_bytes = situation.model.parameters * point.width / situation.world_size
+        crossing += (2 * config.gradient_accumulation_steps + 1) * shard_bytes
+    link_rate = point.hardware.host_bytes_per_second or _HOST_BYTES_PER_SECOND
+    return update, crossing / (point.traffic_rate if situation.device_is_host else link_rate)

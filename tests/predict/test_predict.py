@@ -221,12 +221,12 @@ class TestTime:
             config = TrainConfig.model_validate({
                 "zero_stage": stage, "micro_batch_size": 8 // steps, "precision": "bf16", "overlap_comm": False,
                 "gradient_accumulation_steps": steps})
-            value = prediction(model_profile(parameter_tensors=0), config).step_seconds
+            value = prediction(model_profile(), config).seconds["data_exchange"]
             assert isinstance(value, float)
             return value
 
-        assert seconds(1, 8) == pytest.approx(seconds(1, 1))
-        assert seconds(2, 8) > 1.05 * seconds(2, 1)
+        assert seconds(1, 8) == seconds(1, 1)
+        assert seconds(2, 8) > 4 * seconds(2, 1)
 
     def test_a_precision_without_a_measured_rate_has_no_time(self) -> None:
         assert prediction(model_profile(), TrainConfig.model_validate({"precision": "bf16"}),
