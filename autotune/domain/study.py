@@ -123,7 +123,7 @@ class BestConfig(Value):
         speedup: tokens per second over the baseline's; None where the baseline could not be measured.
         speedup_interval: 95 % interval of it.
         confirmed: measured again beside the other finalists.
-        tie_with: numbers of finalists whose intervals overlap the winner's.
+        tie_with: numbers of finalists that may be as fast as the fastest.
     """
 
     study_id: str

@@ -2,18 +2,23 @@
 
 The objective is throughput, tokens per second at the fixed global batch, never the time of one forward pass: a smaller
 micro-batch is always quicker per pass. Only trials that ended `ok` can win; a measurement taken under contention counts
-only for the record.
+only for the record. Trials measured again in the same rounds are compared round by round (`paired`), others by their
+intervals.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autotune.domain.study import Trial, TrialRole
 from autotune.domain.throughput import Throughput, is_valid, may_win, throughput
+from autotune.search.paired import Gain, Rounds
 from autotune.search.plan import Plan
 from engine.config import TrainConfig
 from engine.values import Value
+
+_EQUAL = 0.01
+"""Finalists that are not told apart and this close count as equally fast: that which needs less memory wins."""
 
 
 class Choice(Value):
@@ -22,7 +27,7 @@ class Choice(Value):
     Attributes:
         confirmed: measured again.
         speedup: tokens per second over the baseline's; None where the baseline has no valid measurement.
-        tie_with: numbers of trials that may be as fast: their intervals overlap the winner's.
+        tie_with: numbers of trials that may be as fast as the fastest, the winner itself left out.
     """
 
     trial_number: int
@@ -60,7 +65,7 @@ def finalists(trials: Sequence[Trial], count: int) -> list[int]:
 
 
 def choose(trials: Sequence[Trial], *, among: Sequence[int] | None = None) -> Choice | None:
-    """The winner: the fastest; among equally fast ones that which needs least memory.
+    """The winner: the fastest; among equally fast finalists that which needs least memory.
 
     Args:
         trials: of one study, in any order.
@@ -74,19 +79,22 @@ def choose(trials: Sequence[Trial], *, among: Sequence[int] | None = None) -> Ch
     eligible = [number for number in rates if among is None or number in among] or list(rates)
     if not eligible:
         return None
-    winner = min(eligible, key=lambda number: (-rates[number].tokens_per_second, _peak(by_number[number]), number))
-    tied = [number for number in eligible if rates[number].interval[1] >= rates[winner].interval[0]]
+    compare = _Comparison(trials, rates)
+    fastest = compare.fastest(eligible)
+    tied = [number for number in eligible if not compare.gain(fastest, number).is_shown]
+    close = [number for number in tied if compare.gain(fastest, number).ratio <= 1 + (_EQUAL if among else 0)]
+    winner = min(close, key=lambda number: (_peak(by_number[number]), number))
     trial, rate = by_number[winner], rates[winner]
     baseline = next((other for other in trials if other.role is TrialRole.BASELINE), None)
     baseline_rate = rates.get(baseline.number) if baseline is not None else None
-    speedup, speedup_interval = _speedup(rate, baseline_rate, same=baseline is not None and baseline.number == winner)
+    gain = compare.gain(winner, baseline.number) if baseline is not None and baseline_rate is not None else None
     return Choice(
         trial_number=winner, config=trial.config, throughput=rate, peak_device_bytes=_peak(trial)[0],
         peak_host_bytes=_peak(trial)[1], confirmed=sum(is_valid(each) for each in trial.measurements) > 1,
         baseline_trial_number=baseline.number if baseline is not None else None,
         baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate is not None else None,
         baseline_peak_device_bytes=baseline.peak_device_bytes if baseline is not None else None,
-        speedup=speedup, speedup_interval=speedup_interval,
+        speedup=gain and gain.ratio, speedup_interval=gain and gain.interval,
         tie_with=tuple(sorted(number for number in tied if number != winner)))
 
 
@@ -120,13 +128,25 @@ def _peak(trial: Trial) -> tuple[int, int]:
     return device, host
 
 
-def _speedup(rate: Throughput, baseline: Throughput | None,
-             *, same: bool) -> tuple[float | None, tuple[float, float] | None]:
-    """Ratio of two independent rates; relative errors add in squares (first-order error propagation)."""
-    if baseline is None:
-        return None, None
-    if same:
-        return 1.0, (1.0, 1.0)
-    ratio = rate.tokens_per_second / baseline.tokens_per_second
-    error = math.hypot(rate.relative_error, baseline.relative_error)
-    return ratio, (ratio / (1 + error), ratio * (1 + error))
+class _Comparison:
+    """Of trials with each other: paired where they share rounds, else as independent rates."""
+
+    def __init__(self, trials: Sequence[Trial], rates: Mapping[int, Throughput]) -> None:
+        self._rates, self._rounds = rates, Rounds(trials)
+
+    def gain(self, number: int, other: int) -> Gain:
+        """Throughput of the first over the second's."""
+        if number == other:
+            return Gain(1.0, (1.0, 1.0))
+        paired = self._rounds.gain(number, other)
+        if paired is not None:
+            return paired
+        rate, reference = self._rates[number], self._rates[other]
+        ratio = rate.tokens_per_second / reference.tokens_per_second
+        # relative errors add in squares: first-order error propagation
+        error = math.hypot(rate.relative_error, reference.relative_error)
+        return Gain(ratio, (ratio / (1 + error), ratio * (1 + error)))
+
+    def fastest(self, numbers: Sequence[int]) -> int:
+        first = max(numbers, key=lambda number: self._rates[number].tokens_per_second)
+        return max(numbers, key=lambda number: self.gain(number, first).ratio)
