@@ -57,5 +57,5 @@ bench-%: setup
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
