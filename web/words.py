@@ -48,6 +48,7 @@ PHASES: dict[StudyPhase, tuple[str, str]] = {
 ROLES: dict[TrialRole, str] = {
     TrialRole.BASELINE: "baseline",
     TrialRole.DEFAULT: "default",
+    TrialRole.REFERENCE: "reference",
     TrialRole.SUGGESTED: "suggested",
 }
 

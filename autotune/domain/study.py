@@ -56,6 +56,8 @@ class TrialRole(StrEnum):
     """Trial 0: the user's own configuration, else the default one."""
     DEFAULT = "default"
     """The default configuration, where the user gave a baseline of their own."""
+    REFERENCE = "reference"
+    """What the others' losses are held against, where the baseline has no fp32 masters."""
     SUGGESTED = "suggested"
     """Proposed by the sampler."""
 

@@ -7,6 +7,7 @@ from time import monotonic
 from autotune.domain.errors import InvalidRequestError, LaunchError, UnreadableError
 from autotune.domain.study import BestConfig, Study, StudyPhase, StudyState, Trial, TrialRole
 from autotune.scheduler.fingerprints import calibration_key, probe_key
+from autotune.scheduler.gates import gated, reference_config, set_aside
 from autotune.scheduler.group import GroupKeeper
 from autotune.scheduler.launcher.base import Launcher
 from autotune.scheduler.lease import SchedulerPolicy
@@ -159,6 +160,8 @@ class StudyRun:
         """Try configurations until the budget or the space is used up; says which."""
         await self._enter(StudyPhase.SEARCHING)
         first = first_configs(plan)
+        if (reference := reference_config(plan)) is not None:
+            first.append((TrialRole.REFERENCE, reference))
         total = min(self._request.budget.max_trials, _distinct(plan, [config for _, config in first]))
         while True:
             trials = await self._trials()
@@ -172,7 +175,7 @@ class StudyRun:
             if config is None:
                 config = await self._at.suggester.suggest(plan, trials, self._request.search)
             if config is None:
-                return "space exhausted"
+                return await in_thread(lambda: why_nothing(plan, trials, self._request.search))
             assert plan.canonical(config) not in tried, config
             await self._try(plan, role, config, total=total)
 
@@ -208,7 +211,8 @@ class StudyRun:
                 tx.best.put(best)
 
         await self._record.write(keep)
-        return Verdict(state=StudyState.SUCCEEDED, note=ended_by if clean else f"{ended_by}; {_CONTENDED_NOTE}")
+        notes = [ended_by, None if clean else _CONTENDED_NOTE, set_aside(trials)]
+        return Verdict(state=StudyState.SUCCEEDED, note="; ".join(note for note in notes if note))
 
     # One measurement
 
@@ -216,7 +220,7 @@ class StudyRun:
         """Run one trial and record it, with what it means for progress and best so far."""
         trial = await self._record.write(lambda tx: tx.trials.start(
             *self._key, role=role, config=config, prediction=plan.predict_or_none(config)))
-        report, log = await self._measure(trial)
+        report, log = await self._measure(plan, trial)
 
         def keep(tx: Transaction) -> None:
             tx.trials.finish(*self._key, trial.number, report, log=log)
@@ -227,7 +231,7 @@ class StudyRun:
     async def _repeat(self, plan: Plan, trial: Trial) -> None:
         """Measure a finalist again and record it."""
         await self._record.write(lambda tx: tx.trials.announce_repeat(*self._key, trial.number))
-        report, log = await self._measure(trial)
+        report, log = await self._measure(plan, trial)
 
         def keep(tx: Transaction) -> None:
             if report.outcome is Outcome.OK and report.measurement is not None:
@@ -238,13 +242,13 @@ class StudyRun:
 
         await self._record.write(keep)
 
-    async def _measure(self, trial: Trial) -> tuple[TrialReport, str]:
+    async def _measure(self, plan: Plan, trial: Trial) -> tuple[TrialReport, str]:
         """Measure a configuration; once more where others used the devices meanwhile."""
         report, log = await self._measure_once(trial)
         if report.outcome is Outcome.OK and report.measurement is not None and report.measurement.contended:
             report, second_log = await self._measure_once(trial)
             log += second_log
-        return report, log
+        return gated(report, trial.config, plan, await self._trials()), log
 
     async def _measure_once(self, trial: Trial) -> tuple[TrialReport, str]:
         training, budget = self._request.training, self._request.budget

@@ -1,0 +1,133 @@
+"""Measurements that cannot be trusted, however fast: training that went another way, rates that hardware cannot have.
+
+Batches are made by the sample's global number, so every trial of a study trains on the same samples in the same order,
+from the same weights, and its losses are those of the reference trial up to rounding. Pure.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+from autotune.domain.study import Trial, TrialState
+from autotune.search.plan import Plan
+from engine.config import TrainConfig
+from engine.report import Measurement, Outcome, TrialReport
+from engine.values import Precision
+
+_TOLERANCE: dict[Precision, float] = {"fp32": 0.005, "bf16": 0.02, "fp16": 0.02}
+"""Relative difference of losses that rounding explains; the larger of the trial's and the reference's counts."""
+
+_COMPARED_STEPS = 20
+"""Later ones tell less: rounding grows with every step."""
+
+_PLAUSIBLE = 1.2
+"""Of the calibrated matmul rate: that was measured too, maybe beside other work."""
+
+
+def gated(report: TrialReport, config: TrainConfig, plan: Plan, trials: Sequence[Trial]) -> TrialReport:
+    """The report as it counts: a good one that cannot be trusted gets the outcome that says why.
+
+    Args:
+        trials: of the study so far.
+    """
+    measurement = report.measurement
+    if report.outcome is not Outcome.OK or measurement is None:
+        return report
+    if (reason := implausible(measurement, config, plan)) is not None:
+        return report.model_copy(update={"outcome": Outcome.IMPLAUSIBLE, "detail": reason})
+    reference = reference_trial(trials)
+    if reference is not None and (reason := drifted(measurement, config, reference)) is not None:
+        return report.model_copy(update={"outcome": Outcome.NUMERICS_DRIFT, "detail": reason})
+    return report
+
+
+def implausible(measurement: Measurement, config: TrainConfig, plan: Plan) -> str | None:
+    """Why a rate cannot be true: more operations a second than the devices' best matrix products."""
+    peak = plan.hardware.matmul_flops_per_second.get(config.precision)
+    rate = plan.model.flops_per_sample * measurement.samples_per_second / plan.hardware.world_size
+    if not peak or rate <= _PLAUSIBLE * peak:
+        return None
+    return (f"{rate / 1e9:.3g} GFLOP/s per device would be {rate / peak:.2g} times the {peak / 1e9:.3g} GFLOP/s that "
+            f"{config.precision} matrix products reach here: the model's operations cannot all have run")
+
+
+def reference_trial(trials: Sequence[Trial]) -> Trial | None:
+    """The one whose losses the others are held against: with fp32 masters, in fp32 where there is one, the earliest."""
+    able = [trial for trial in trials if trial.state is TrialState.FINISHED and trial.outcome is Outcome.OK
+            and trial.measurement is not None and trial.config.optimizer_precision == "fp32"]
+    return min(able, key=lambda trial: (trial.config.precision != "fp32", trial.number), default=None)
+
+
+def drifted(measurement: Measurement, config: TrainConfig, reference: Trial) -> str | None:
+    """How a trial's losses differ from the reference's by more than rounding explains; None where they do not.
+
+    The first step's loss, before any update, must agree, and the median of the steps' differences. A step that was
+    skipped for overflow delays what follows, so that a loss may also be one of so many steps before.
+    """
+    assert reference.measurement is not None
+    theirs, skipped = reference.measurement.losses, measurement.skipped_steps
+    compared: list[tuple[int, float, float, float]] = []  # step, loss, expected, difference
+    for step, loss in enumerate(measurement.losses[:_COMPARED_STEPS]):
+        expected = [value for value in theirs[max(step - skipped, 0):step + 1] if value is not None]
+        if loss is not None and step < len(theirs) and expected:
+            nearest = min(max(loss, min(expected)), max(expected))
+            compared.append((step, loss, nearest, abs(loss - nearest)))
+    if not compared:
+        return None
+    scale = max(abs(expected) for _, _, expected, _ in compared) or 1.0
+    tolerance = max(_TOLERANCE[config.precision], _TOLERANCE[reference.config.precision])
+    noise = _noise(measurement.losses, theirs)
+    typical, allowed = median(difference for *_, difference in compared), tolerance * scale + 2 * noise
+    if compared[0][-1] <= tolerance * scale + 4.5 * noise and typical <= allowed:  # of one difference, 3 deviations
+        return None
+    step, loss, expected_loss, _ = max(compared, key=lambda entry: entry[-1])
+    return (f"losses are not those of trial {reference.number} ({reference.config.precision}), trained on the same "
+            f"samples: {loss:.6g} instead of {expected_loss:.6g} in step {step}, off by {typical / scale:.2%} in the "
+            f"median step where {allowed / scale:.2%} are allowed; precision {config.precision}, optimizer_precision "
+            f"{config.optimizer_precision}")
+
+
+def reference_config(plan: Plan) -> TrainConfig | None:
+    """What to try for the others' losses to be held against, where the baseline has no fp32 masters: the same with
+    them, at the smallest stage that should fit. None where the baseline has them, or nothing fits."""
+    if plan.baseline.optimizer_precision == "fp32":
+        return None
+    for stage in (0, 1, 2, 3):
+        fields = {**plan.baseline.model_dump(), "optimizer_precision": "fp32", "zero_stage": stage}
+        if stage < 3:
+            fields["offload_param"] = False
+        if stage < 1:
+            fields["offload_optimizer_ratio"] = 0.0
+        config = TrainConfig.model_validate(fields)
+        prediction = plan.predict_or_none(config)
+        if prediction is not None and plan.limits.allow(prediction):
+            return config
+    return None
+
+
+def set_aside(trials: Sequence[Trial]) -> str | None:
+    """Which choices of precision made trials untrustworthy, for the study's note; None where none did."""
+    parts = []
+    for outcome in (Outcome.NUMERICS_DRIFT, Outcome.NON_FINITE, Outcome.IMPLAUSIBLE):
+        numbers: dict[str, list[int]] = {}
+        for trial in trials:
+            if trial.outcome is outcome:
+                choice = f"precision {trial.config.precision}"
+                if trial.config.optimizer_precision != "fp32":
+                    choice += f" with optimizer_precision {trial.config.optimizer_precision}"
+                numbers.setdefault(choice, []).append(trial.number)
+        parts += [f"{outcome.value} in {choice}: {_listed(which)}" for choice, which in numbers.items()]
+    return f"not to be trusted, so left out: {'; '.join(parts)}" if parts else None
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _noise(*curves: Sequence[float | None]) -> float:
+    """Standard deviation of what is random in a step's loss, such as dropout, from how the curve bends."""
+    bends = []
+    for curve in curves:
+        losses = [loss for loss in curve[:_COMPARED_STEPS] if loss is not None]
+        bends += [abs(before - 2 * here + after)
+                  for before, here, after in zip(losses, losses[1:], losses[2:], strict=False)]
+    return median(bends) / 1.65 if bends else 0.0  # of normal noise, the median bend is 1.65 deviations

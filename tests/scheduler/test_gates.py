@@ -1,0 +1,121 @@
+"""Measurements that cannot be trusted do not win, and the study says why."""
+
+import math
+import random
+
+import pytest
+
+from autotune.domain.study import Trial, TrialRole, TrialState
+from autotune.scheduler.gates import drifted, gated, implausible, reference_config, reference_trial, set_aside
+from autotune.search.plan import Plan
+from engine.config import TrainConfig
+from engine.report import Outcome, TrialReport
+from tests.search.support import hardware_profile, model_profile, study_plan, study_request
+from tests.support.samples import START, sample_measurement
+
+FALLING = tuple(5 * math.exp(-0.05 * step) for step in range(12))
+FP32 = TrainConfig()
+BF16 = TrainConfig(precision="bf16")
+FP16 = TrainConfig(precision="fp16")
+
+
+def trial(number: int = 0, config: TrainConfig = FP32, *, outcome: Outcome = Outcome.OK,
+          losses: tuple[float | None, ...] = FALLING) -> Trial:
+    return Trial(study_id="s", number=number, role=TrialRole.BASELINE if number == 0 else TrialRole.SUGGESTED,
+                 state=TrialState.FINISHED, config=config, outcome=outcome,
+                 measurement=sample_measurement(losses=losses), started_at=START, finished_at=START)
+
+
+def report(losses: tuple[float | None, ...], **changes: object) -> TrialReport:
+    return TrialReport(outcome=Outcome.OK, measurement=sample_measurement(losses=losses, **changes))
+
+
+def plan_of(**search: object) -> Plan:
+    return study_plan(study_request(**search))
+
+
+def test_the_reference_is_in_fp32_and_early() -> None:
+    trials = [trial(0, BF16), trial(1, FP32, outcome=Outcome.OOM_DEVICE), trial(2, FP32), trial(3, FP32)]
+    assert reference_trial(trials) is trials[2]
+    assert reference_trial(trials[:2]) is trials[0]
+    compute = TrainConfig(precision="bf16", optimizer_precision="compute")
+    assert reference_trial([trial(0, compute)]) is None
+
+
+@pytest.mark.parametrize(("config", "factor", "trusted"), [
+    (FP32, 1.001, True), (FP32, 1.02, False), (BF16, 1.01, True), (BF16, 1.05, False), (FP16, 0.95, False)])
+def test_losses_agree_as_well_as_the_precision_allows(config: TrainConfig, factor: float, trusted: bool) -> None:
+    measurement = sample_measurement(losses=tuple(loss * factor for loss in FALLING))
+    reason = drifted(measurement, config, trial())
+    assert (reason is None) == trusted
+    if reason:
+        assert f"losses are not those of trial 0 (fp32), trained on the same samples: {5 * factor:.6g}" in reason
+
+
+def test_training_that_stands_still_drifts_although_its_first_loss_agrees() -> None:
+    assert drifted(sample_measurement(losses=(5.0,) * 12), BF16, trial()) is not None
+
+
+def test_one_step_apart_is_no_drift() -> None:
+    spiky = tuple(loss * (1.5 if step == 6 else 1) for step, loss in enumerate(FALLING))
+    assert drifted(sample_measurement(losses=spiky), BF16, trial()) is None
+    assert drifted(sample_measurement(losses=(FALLING[0] * 1.5, *FALLING[1:])), BF16, trial()) is not None
+
+
+def test_skipped_steps_delay_the_losses() -> None:
+    steep = tuple(5 * 0.8**step for step in range(10))
+    delayed = (steep[0], steep[0], *steep)[:10]
+    assert drifted(sample_measurement(losses=delayed, skipped_steps=2), FP16, trial(losses=steep)) is None
+    assert drifted(sample_measurement(losses=delayed), FP16, trial(losses=steep)) is not None
+
+
+def test_what_is_random_in_the_losses_is_allowed_for() -> None:
+    generator = random.Random(0)
+
+    def noisy() -> tuple[float, ...]:
+        return tuple(loss + generator.gauss(0, 0.2) for loss in FALLING)
+
+    assert all(drifted(sample_measurement(losses=noisy()), BF16, trial(losses=noisy())) is None for _ in range(50))
+
+
+def test_losses_that_are_missing_or_zero_are_no_reason() -> None:
+    assert drifted(sample_measurement(losses=(None,) * 5), BF16, trial()) is None
+    assert drifted(sample_measurement(losses=(0.0,) * 5), BF16, trial(losses=(0.0,) * 5)) is None
+
+
+def test_no_rate_is_beyond_what_matrix_products_reach() -> None:
+    plan = study_plan(study_request(), model=model_profile(flops_per_sample=1e9),
+                      hardware=hardware_profile(matmul_flops_per_second={"fp32": 5e10, "bf16": 8e10}))
+    assert implausible(sample_measurement(samples_per_second=2 * 50 * 1.1), FP32, plan) is None
+    reason = implausible(sample_measurement(samples_per_second=2 * 50 * 3), FP32, plan)
+    assert reason is not None
+    assert reason.startswith("150 GFLOP/s per device would be 3 times the 50 GFLOP/s that fp32")
+    assert implausible(sample_measurement(samples_per_second=1e9), FP16, plan) is None, "rate not known"
+
+
+def test_outcomes() -> None:
+    plan = study_plan(study_request(), model=model_profile(flops_per_sample=1e3))
+    assert gated(report(FALLING), FP32, plan, []).outcome is Outcome.OK
+    assert gated(report((9.0,) * 12), FP32, plan, []).outcome is Outcome.OK, "nothing to compare with"
+    assert gated(report((9.0,) * 12), FP32, plan, [trial()]).outcome is Outcome.NUMERICS_DRIFT
+    fast = report(FALLING, samples_per_second=1e12)
+    assert gated(fast, FP32, plan, [trial()]).outcome is Outcome.IMPLAUSIBLE
+    failed = TrialReport(outcome=Outcome.CRASHED, detail="boom")
+    assert gated(failed, FP32, plan, [trial()]) is failed
+
+
+def test_a_baseline_without_masters_gets_a_reference_with_them() -> None:
+    assert reference_config(plan_of()) is None
+    assert reference_config(plan_of(baseline={"precision": "bf16"})) is None
+    plan = plan_of(baseline={"precision": "bf16", "optimizer_precision": "compute", "zero_stage": 3,
+                             "offload_param": True, "micro_batch_size": 2})
+    assert reference_config(plan) == TrainConfig(precision="bf16", micro_batch_size=2, gradient_accumulation_steps=8)
+
+
+def test_the_note_names_the_choice_of_precision() -> None:
+    compute = TrainConfig(precision="bf16", optimizer_precision="compute")
+    assert set_aside([trial()]) is None
+    assert set_aside([trial(), trial(1, compute, outcome=Outcome.NUMERICS_DRIFT), trial(2, FP16, outcome=(
+        Outcome.NON_FINITE)), trial(4, compute, outcome=Outcome.NUMERICS_DRIFT)]) == (
+        "not to be trusted, so left out: numerics_drift in precision bf16 with optimizer_precision compute: "
+        "trials 1, 4; non_finite in precision fp16: trial 2")
