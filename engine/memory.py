@@ -17,12 +17,15 @@ class MemoryMeter(Protocol):
     def start(self, limit_bytes: int | None) -> None:
         """Forget earlier peaks; from now on a device may hold `limit_bytes`."""
 
+    def look(self) -> None:
+        """Something else begins now: what ranks share may be taken and given back."""
+
     def peak_device_bytes(self, *, host_bytes: int, shared_bytes: int) -> int:
         """The most that was in use at once since `start`.
 
         Args:
             host_bytes: of offloaded state, which lies in the same memory on CPU and is counted apart.
-            shared_bytes: this rank's part of memory that ranks share.
+            shared_bytes: this rank's part of memory that ranks share, held throughout.
         """
 
     def finish(self) -> int:
@@ -44,28 +47,36 @@ def check_limit(peak_bytes: int, limit_bytes: int | None) -> None:
 
 
 class ResidentMeter:
-    """Resident anonymous memory of this process.
+    """Resident memory that this process filled itself.
 
-    The kernel keeps the peak of all resident pages. Pages of files, such as library code that is touched for the
-    first time, are taken off as they stand now: they hardly ever shrink. So is shared memory, where a rank's pages are
-    the other ranks' too.
+    The kernel keeps the peak of all resident pages. Those of files, such as library code that is touched for the first
+    time, hardly ever shrink, and are taken off as they stand afterwards. Those of memory that ranks share, where a
+    rank's pages are the other ranks' too, come and go within a step: peaks are taken between two looks, and the most of
+    such pages at either is taken off, which is exact where they were as many throughout, and never too little.
     """
 
     def __init__(self) -> None:
-        self.baseline_bytes = 0
+        self._baseline_bytes = self._peak_bytes = self._shared_bytes = 0
 
     def start(self, limit_bytes: int | None) -> None:
         give_back_memory()
         reset_peak_resident()
-        self.baseline_bytes = resident_memory().anonymous
+        memory = resident_memory()
+        self._baseline_bytes, self._shared_bytes, self._peak_bytes = memory.anonymous, memory.shared, 0
+
+    def look(self) -> None:
+        memory, before = resident_memory(), self._shared_bytes
+        reset_peak_resident()
+        self._shared_bytes = memory.shared
+        self._peak_bytes = max(self._peak_bytes, memory.peak - memory.file - max(before, memory.shared))
 
     def peak_device_bytes(self, *, host_bytes: int, shared_bytes: int) -> int:
-        memory = resident_memory()
-        return max(memory.peak - memory.file - self.baseline_bytes - host_bytes, 0) + shared_bytes
+        self.look()
+        return max(self._peak_bytes - self._baseline_bytes - host_bytes, 0) + shared_bytes
 
     def finish(self) -> int:
         give_back_memory()
-        return max(resident_memory().anonymous - self.baseline_bytes, 0)
+        return max(resident_memory().anonymous - self._baseline_bytes, 0)
 
 
 class AcceleratorMeter:
@@ -82,6 +93,9 @@ class AcceleratorMeter:
         self._baseline_bytes = torch.accelerator.memory_allocated(self._device)
         if limit_bytes is not None:
             self._limit(min(limit_bytes / self._total_bytes(), 1.0))
+
+    def look(self) -> None:
+        pass
 
     def peak_device_bytes(self, *, host_bytes: int, shared_bytes: int) -> int:
         return max(torch.accelerator.max_memory_allocated(self._device) - self._baseline_bytes, 0)

@@ -46,16 +46,17 @@ def give_back_memory() -> None:
 
 
 class ResidentMemory(NamedTuple):
-    """Resident bytes of a process, in all and at most, and the part that is mapped files and shared memory."""
+    """Resident bytes of a process, in all and at most, and the parts that are mapped files and shared memory."""
 
     now: int
     peak: int
     file: int
+    shared: int
 
     @property
     def anonymous(self) -> int:
         """Memory that the process itself filled."""
-        return self.now - self.file
+        return self.now - self.file - self.shared
 
 
 def resident_memory(pid: int | None = None) -> ResidentMemory:
@@ -68,14 +69,14 @@ def resident_memory(pid: int | None = None) -> ResidentMemory:
         text = Path(f"/proc/{pid or 'self'}/status").read_text()
     except (FileNotFoundError, ProcessLookupError) as error:
         if sys.platform != "linux":
-            return ResidentMemory(0, 0, 0)
+            return ResidentMemory(0, 0, 0, 0)
         raise ProcessLookupError(f"no process {pid}") from error
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 
     def read(name: str) -> int:
         return int(fields.get(name, "0 kB").split()[0]) * 1024
 
-    return ResidentMemory(read("VmRSS"), read("VmHWM"), read("RssFile") + read("RssShmem"))
+    return ResidentMemory(read("VmRSS"), read("VmHWM"), read("RssFile"), read("RssShmem"))
 
 
 def reset_peak_resident() -> None:
