@@ -209,13 +209,17 @@ class _Trial:
     def _measure(self) -> None:
         """Steps until the mean's interval is narrow enough, or a limit is reached; two at the least.
 
-        Steps that compile anew belong to the warm-up, unless they never end.
+        Steps that were not applied, which leave the update out, belong to the warm-up; so do those that compile anew,
+        unless they never end.
         """
-        record, recompiled = self.record, 0
+        record, recompiled, skipped = self.record, 0, 0
         before = cpu_times(self._context.core)
-        while not _is_enough(record.step_seconds, self._request.policy):
+        while not _is_enough(record.step_seconds, self._request.policy) and skipped < self._request.policy.max_steps:
             agreed = self._step("measuring")
-            if agreed.compiled and recompiled < self._request.policy.max_steps:
+            if not agreed.applied:
+                skipped += 1
+                record.warmup_seconds.append(agreed.seconds)
+            elif agreed.compiled and recompiled < self._request.policy.max_steps:
                 recompiled += 1
                 record.warmup_seconds.append(agreed.seconds)
             else:
@@ -226,11 +230,13 @@ class _Trial:
                 break
         if recompiled:
             record.notes.append(f"code was compiled again in {recompiled} steps after the warm-up, which do not count")
+        if skipped:
+            record.notes.append(f"gradients overflowed in {skipped} steps after the warm-up, which do not count")
         record.contended = self._is_contended(before)
 
     def _require_applied_steps(self) -> None:
         steps, skipped = len(self.record.applied), self.record.applied.count(False)
-        if steps - skipped < _LEAST_MEASURED:
+        if len(self.record.step_seconds) < _LEAST_MEASURED:
             raise _Stopped(Outcome.NON_FINITE, f"gradients were not finite in {skipped} of {steps} steps: too few were "
                            "applied", steps - 1)
 

@@ -211,6 +211,17 @@ def test_skipped_steps_are_counted() -> None:
     assert 0 < measurement.skipped_steps < len(measurement.losses)
 
 
+def test_skipped_steps_are_not_measured() -> None:
+    policy = MeasurePolicy(max_warmup_steps=1, min_steps=4, max_steps=30, target_relative_interval=10)
+    measurement = _measured(GPT, precision="fp16", initial_scale_power=24, hysteresis=1, policy=policy)
+    skipped = measurement.skipped_steps
+    assert skipped > 1
+    assert len(measurement.step_seconds) == 4
+    assert len(measurement.warmup_seconds) == skipped  # one of them before measuring began
+    assert len(measurement.losses) == skipped + 4
+    assert f"gradients overflowed in {skipped - 1} steps after the warm-up, which do not count" in measurement.notes
+
+
 def test_a_need_that_comes_with_a_later_step_is_out_of_memory_at_that_step() -> None:
     for step in (1, 3):
         report = run(run_once(_request(tasks.spec("needs_memory", step=step, megabytes=200), limit=100 * MIB)))
