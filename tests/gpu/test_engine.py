@@ -3,6 +3,8 @@
 One device is enough: at world size 1 the streams, events, pinned buffers and fused kernels are those of many.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -66,3 +68,26 @@ def test_parameters_offloaded_to_the_host_train_the_same(device: torch.device) -
     config = TrainConfig(zero_stage=3, offload_param=True, offload_optimizer_ratio=1.0)
     plain = TrainConfig(zero_stage=3)
     assert_close(train_on(device, config), train_on(device, plain), atol=1e-5, rtol=1e-4)
+
+
+def allocated_in_training(device: torch.device, config: TrainConfig) -> tuple[int, int]:
+    """Bytes allocated between steps, and those of optimizer states and masters, wherever they are."""
+    gc.collect()
+    before = torch.accelerator.memory_allocated(device)
+    trainer = initialize(torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))), config=config)
+    for _ in range(2):
+        trainer.backward(trainer(torch.ones(2, 1024, device=device)).float().mean())
+        trainer.step()
+    torch.accelerator.synchronize(device)
+    allocated, states = torch.accelerator.memory_allocated(device) - before, trainer.state_bytes().optimizer
+    trainer.close()
+    return allocated, states
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0])
+def test_the_device_loses_its_ratio_of_the_states(device: torch.device, precision: str, ratio: float) -> None:
+    config = TrainConfig.model_validate({"precision": precision, "reduce_bucket_size": 2**20})
+    kept, states = allocated_in_training(device, config)
+    offloaded, _ = allocated_in_training(device, config.model_copy(update={"offload_optimizer_ratio": ratio}))
+    assert kept - offloaded == pytest.approx(ratio * states, rel=0.03)
