@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.failure import tell_at_exit
 from engine.shared_memory import share_memory
 from engine.transports.base import Done, Nothing, Pending, PendingSum, Transport
 from engine.transports.native import NativeTransport
@@ -65,11 +66,13 @@ class Ranks:
             return
         if not self.has_host_transport or device.type != "cpu":
             self._transport = NativeTransport(group)
+            tell_at_exit()
             return
         memory = share_memory(self.gather_objects, rank=self.rank, allowed=not os.environ.get(SOCKETS))
         self._shared = SharedCarrier(group, memory) if memory else None
         self._transport = PairwiseTransport(self._shared or SocketCarrier(group), size=self.size, rank=self.rank)
         _leave_gloo_at_exit()
+        tell_at_exit()  # registered last, it runs first: while the others can still hear
 
     @property
     def shares_memory(self) -> bool:

@@ -148,23 +148,44 @@ def test_a_rank_tells_the_others_why_it_ends_and_they_end_later(ranks: RanksOf) 
     assert max(at_once, untold[1]) < 0.5
 
 
-@pytest.mark.parametrize("sockets", [False, True], ids=["shared", "sockets"])
-def test_torchrun_reports_the_rank_that_failed(tmp_path: Path, sockets: bool) -> None:
-    """By its error, and not the peer that noticed."""
+def _torchrun(*arguments: str, sockets: bool) -> str:
+    """What is told of a run on two ranks that fails."""
+    begun = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node",
+         "2", "-m", *arguments],
+        env=os.environ | {SOCKETS: "1" if sockets else ""}, capture_output=True, text=True, timeout=100, check=False)
+    assert time.monotonic() - begun < 60
+    assert result.returncode == 1
+    return result.stderr
+
+
+def _assert_rank_1_is_reported(told: str) -> str:
+    cause = told.partition("Root Cause (first observed failure):")[2]
+    assert re.search(r"rank +: 1 ", cause), told
+    assert re.search(r"exitcode +: 1 ", cause)
+    return cause
+
+
+def test_torchrun_reports_the_rank_whose_task_failed(tmp_path: Path) -> None:
+    """By its error."""
     config = TrainConfig(zero_stage=2, micro_batch_size=2)
     run_file = RunFile.model_validate({
         "model": tasks.spec("raises", rank=1, step=2).model_dump(), "optimizer": {}, "config": config.model_dump(),
         "global_batch_size": 4, "world_size": 2, "seed": 7})
     path = tmp_path / "run.json"
     path.write_text(run_file.model_dump_json())
-    begun = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node",
-         "2", "-m", "engine.run", str(path), "--steps", "9", "--device", "cpu", "--allow-tasks", tasks.MODULE],
-        env=os.environ | {SOCKETS: "1" if sockets else ""}, capture_output=True, text=True, timeout=100, check=False)
-    assert time.monotonic() - begun < 60
-    assert result.returncode == 1
-    cause = result.stderr.partition("Root Cause (first observed failure):")[2]
-    assert re.search(r"rank +: 1 ", cause), result.stderr
-    assert re.search(r"exitcode +: 1 ", cause)
-    assert "ValueError: boom" in cause
+    told = _torchrun("engine.run", str(path), "--steps", "9", "--device", "cpu", "--allow-tasks", tasks.MODULE,
+                     sockets=False)
+    assert "ValueError: boom" in _assert_rank_1_is_reported(told)
+
+
+def test_torchrun_reports_the_rank_that_failed_in_a_users_loop() -> None:
+    """And not the peer that noticed, though gloo tells it at once."""
+    told = _torchrun(__name__, "1", "forward", sockets=True)
+    _assert_rank_1_is_reported(told)
+    assert "[rank1]: ValueError: boom" in told
+
+
+if __name__ == "__main__":
+    _train_until_one_fails(int(sys.argv[1]), sys.argv[2], _raise)
