@@ -2,9 +2,9 @@
 
 Read from the folder that AUTOTUNE_REPLAY_DIR names, else `../shared/replay` beside the repository:
 
-- `vtrain_a100_2_4gpu.csv`: Megatron-LM on A100s over tensor, data and pipeline parallelism and micro-batch
+- `vtrain_*.csv`: Megatron-LM on A100s over tensor, data and pipeline parallelism and micro-batch
   (VIA-Research/vTrain). Rows that differ in nothing but the configuration are a group.
-- `mpt_a100.csv`: throughput of MPT models under FSDP (mosaicml/llm-foundry), one tuned configuration each.
+- `mpt_*.csv`: throughput of MPT models under FSDP (mosaicml/llm-foundry), one tuned configuration each.
 """
 
 import csv
@@ -25,12 +25,12 @@ from autotune.predict.parallel import ALONE, Parallel
 from engine.config import OptimizerConfig, TrainConfig
 from engine.profile import HardwareProfile, ModelProfile
 
-MEGATRON_FILE = "vtrain_a100_2_4gpu.csv"
-MPT_FILE = "mpt_a100.csv"
+MEGATRON_FILE = "vtrain_*.csv"
+MPT_FILE = "mpt_*.csv"
 
 MEGATRON_LAUNCH_SECONDS = 16e-6
-"""The host's time per operation, of the machine and software behind `MEGATRON_FILE`. Nobody published it; a study would
-measure it. Found from the file itself, where micro-batches are so small that devices wait."""
+"""The host's time per operation, of the machine and software behind `MEGATRON_FILE`. It is not published; a study
+would measure it. Found from the files, where micro-batches are so small that devices wait."""
 
 _GPT2_VOCAB = 50_257
 _MPT_VOCAB = 50_368
@@ -80,14 +80,15 @@ class Group:
     runs: tuple[Run, ...]
 
 
-def folder() -> Path | None:
-    """Where the files are, None where they are missing."""
-    path = Path(os.environ.get("AUTOTUNE_REPLAY_DIR") or _DEFAULT_FOLDER)
-    return path if path.is_dir() else None
+def folder() -> Path:
+    """Where the files are, if they are anywhere."""
+    return Path(os.environ.get("AUTOTUNE_REPLAY_DIR") or _DEFAULT_FOLDER)
+
+
 
 
 def groups() -> tuple[Group, ...]:
-    """Of `MEGATRON_FILE`, in its order; none where it is missing."""
+    """Of files named as `MEGATRON_FILE`, in their order; none where there are none."""
     found: dict[tuple[int, int, str], list[Run]] = defaultdict(list)
     for row in _rows(MEGATRON_FILE):
         run = _megatron_run({name: int(value) for name, value in row.items() if "time" not in name},
@@ -98,16 +99,14 @@ def groups() -> tuple[Group, ...]:
 
 
 def tuned() -> tuple[Run, ...]:
-    """Of `MPT_FILE`, in its order, but for precisions that the engine lacks; none where it is missing."""
+    """Of files named as `MPT_FILE`, in their order, but for precisions that the engine lacks."""
     return tuple(_mpt_run(row) for row in _rows(MPT_FILE) if row["Precision"] in _PRECISIONS)
 
 
-def _rows(file: str) -> Iterator[dict[str, str]]:
-    at = folder()
-    if at is None or not (at / file).exists():
-        return
-    with (at / file).open(newline="") as lines:
-        yield from csv.DictReader(lines)
+def _rows(pattern: str) -> Iterator[dict[str, str]]:
+    for file in sorted(folder().glob(pattern)):
+        with file.open(newline="") as lines:
+            yield from csv.DictReader(lines)
 
 
 def _megatron_run(row: dict[str, int], seconds: float) -> Run:
@@ -120,7 +119,8 @@ def _megatron_run(row: dict[str, int], seconds: float) -> Run:
     decoder = Decoder(layers=layers, hidden=hidden, heads=heads, vocab=_megatron_vocab(parallel.tensor),
                       fused_attention=False, dropout=True, sequence_length=row["sequence length"])
     return Run(
-        name=f"{layers} layers of {hidden}, {heads} heads", model=_model(decoder), hardware=hardware, parallel=parallel,
+        name=f"{layers} layers of {hidden}, {heads} heads, {decoder.sequence_length} tokens",
+        model=_model(decoder), hardware=hardware, parallel=parallel,
         config=TrainConfig.model_validate({
             "precision": "fp16", "micro_batch_size": micro, "overlap_comm": False, "reduce_bucket_size": 2**40,
             "gradient_accumulation_steps": row["global batch"] // (micro * data)}),

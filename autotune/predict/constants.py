@@ -17,15 +17,18 @@ class Constants:
         product_launches: of the host's time to start operations, the share of matrix products.
         host_norm: a device waits for its host where operations are short. As some are and some are not, the two times
             combine as a norm of this order, between their sum (1) and the larger one (infinity).
+        forward_share: of a forward and backward pass, the forward one. Products alone would make it a third, as each
+            has two gradients; of the rest it is less.
         hidden_share: of a computation's time, what communication beside it can use.
         exposed_share: of communication beside a computation, what costs time all the same.
     """
 
-    activation_traffic: float = 8.5
-    fused_attention_rate: float = 0.64
-    unaligned_rate: float = 0.45
+    activation_traffic: float = 8.6
+    fused_attention_rate: float = 0.63
+    unaligned_rate: float = 0.48
     product_launches: float = 0.5
     host_norm: float = 2.7
+    forward_share: float = 0.3
     hidden_share: float = 0.8
     exposed_share: float = 0.5
 

@@ -16,11 +16,6 @@ from engine.values import BYTES_PER_ELEMENT
 
 Seconds = dict[str, float]
 
-_BACKWARD = 2.0
-"""Time of a backward pass over that of the forward pass: each product has two gradients."""
-
-_PASSES = 1 + _BACKWARD
-
 _OPERATIONS_PER_TENSOR = 15
 """Started per parameter tensor in forward and backward; residuals, activations and norms are among them."""
 
@@ -134,8 +129,9 @@ def step_terms(situation: Situation, hardware: HardwareProfile, config: TrainCon
         return None
     point = _Point(situation=situation, hardware=hardware, config=config, constants=constants, flops_per_second=rate)
     micro, steps = _micro_batch(point), config.gradient_accumulation_steps
-    forward = steps * (micro.blocks + micro.head) / _PASSES
-    backward, recompute = _BACKWARD * forward, steps * micro.recompute
+    passes, recompute = steps * (micro.blocks + micro.head), steps * micro.recompute
+    forward = constants.forward_share * passes
+    backward = passes - forward
     beside = backward + recompute + (forward if config.zero_stage == 3 else 0.0)
     update, host = _update_seconds(point)
     return {
@@ -157,8 +153,8 @@ def _micro_batch(point: _Point) -> _MicroBatch:
     products, scores, traffic = _block_seconds(point)
     launches = model.parameter_tensors * _OPERATIONS_PER_TENSOR
     both = point.started(products + scores, traffic, launches)
-    again = {"none": 0.0, "full": both / _PASSES,
-             "selective": point.started(0.0, traffic, launches) / _PASSES}[config.activation_checkpointing]
+    again = point.constants.forward_share * {
+        "none": 0.0, "selective": point.started(0.0, traffic, launches), "full": both}[config.activation_checkpointing]
     exchanges = _BLOCK_EXCHANGES + (_BLOCK_EXCHANGES / 2 if config.activation_checkpointing == "full" else 0)
     message = point.tokens * hidden_size(model) * point.width
     exchange = ring(point.hardware, ranks=tensor, stride=1).allreduce(message) if tensor > 1 else 0.0
