@@ -100,6 +100,9 @@ class PhaseSeconds(Value):
     forward: float
     backward: float
     step: float
+    host_step: float | None = Field(None, description="of step, with offload: the optimizer on the host")
+    transfer: float | None = Field(None, description="of step, with offload: transfers that the host waited for, and "
+                                   "its copies for them")
 
 
 class Measurement(Value):

@@ -249,6 +249,16 @@ class Trainer:
         """The most `host_bytes` has been."""
         return max(self._host.peak_bytes, self.host_bytes)
 
+    @property
+    def offload_seconds(self) -> tuple[float, float]:
+        """In all steps so far: of the host's optimizer, and of the transfers that it waited for; 0 without offload."""
+        return self._update.host_seconds, self._update.transfer_seconds
+
+    @property
+    def host_is_pageable(self) -> bool:
+        """Whether page-locked memory was asked for and refused, so that transfers are slower."""
+        return self.device.type != "cpu" and not self._host.pinned
+
     def state_bytes(self) -> StateBytes:
         """Bytes really held, summed over distinct storages.
 

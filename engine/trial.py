@@ -90,7 +90,7 @@ def run_trial(
     trial = _Trial(request, context, reporter, loop, meter)
     if context.world_size > 1 and context.device.type == "cpu":
         loop.clock = _WatchedClock(loop.clock, meter)
-        trial.warm_up_hooks = _look_in_backward(loop, meter) if request.config.zero_stage == 3 else []
+        trial.warm_up_hooks = _look_in_backward(loop, meter) if request.config.zero_stage else []
     trial.started = started
     trial.record.setup_seconds = time.perf_counter() - started
     trial.budget_seconds = deadline_seconds * _DEADLINE_SHARE
@@ -107,7 +107,7 @@ def run_trial(
 
 
 def _look_in_backward(loop: TrainingLoop, meter: MemoryMeter) -> list[RemovableHandle]:
-    """Look now and then: stage 3 takes memory that ranks share in backward, and gives it back in the step."""
+    """Look now and then: memory that ranks share is taken in backward, and at some stages given back in the step."""
     trained = [parameter for parameter in loop.trainer.module.parameters() if parameter.requires_grad]
     watched = trained[::-(-len(trained) // _LOOKS_IN_BACKWARD)]
     return [parameter.register_post_accumulate_grad_hook(lambda _: meter.look())  # type: ignore[no-untyped-call]
@@ -137,6 +137,7 @@ class _Record:
     applied: list[bool] = field(default_factory=list)
     compiled: list[bool] = field(default_factory=list)
     phases: list[dict[PhaseName, float]] = field(default_factory=list)
+    offload: list[tuple[float, float]] = field(default_factory=list)  # of the host's step, and of transfers
     notes: list[str] = field(default_factory=list)
     contended: bool = False
 
@@ -215,6 +216,7 @@ class _Trial:
         record, recompiled, skipped = self.record, 0, 0
         before = cpu_times(self._context.core)
         while not _is_enough(record.step_seconds, self._request.policy) and skipped < self._request.policy.max_steps:
+            host, transfer = self._loop.trainer.offload_seconds
             agreed = self._step("measuring")
             if not agreed.applied:
                 skipped += 1
@@ -225,6 +227,8 @@ class _Trial:
             else:
                 record.step_seconds.append(agreed.seconds)
                 record.phases.append(self._loop.clock.seconds())
+                host_now, transfer_now = self._loop.trainer.offload_seconds
+                record.offload.append((host_now - host, transfer_now - transfer))
             if agreed.elapsed > self.budget_seconds and len(record.step_seconds) >= _LEAST_MEASURED:
                 record.notes.append("measuring was cut short by the trial's deadline")
                 break
@@ -232,6 +236,8 @@ class _Trial:
             record.notes.append(f"code was compiled again in {recompiled} steps after the warm-up, which do not count")
         if skipped:
             record.notes.append(f"gradients overflowed in {skipped} steps after the warm-up, which do not count")
+        if self._loop.trainer.host_is_pageable:
+            record.notes.append("host memory could not be page-locked: offload's transfers are slower for it")
         record.contended = self._is_contended(before)
 
     def _require_applied_steps(self) -> None:
@@ -333,7 +339,9 @@ def _mean_phases(record: _Record, mean_step_seconds: float) -> PhaseSeconds:
     """Means over the measured steps; waiting for slower ranks belongs to the step phase."""
     means = {name: fmean(phases[name] for phases in record.phases) for name in PHASES}
     means["step"] += max(mean_step_seconds - sum(means.values()), 0.0)
-    return PhaseSeconds(data=means["data"], forward=means["forward"], backward=means["backward"], step=means["step"])
+    host, transfer = (fmean(seconds) for seconds in zip(*record.offload, strict=True))
+    return PhaseSeconds(data=means["data"], forward=means["forward"], backward=means["backward"], step=means["step"],
+                        host_step=host or None, transfer=transfer or None)
 
 
 def warm_up_engine(context: RankContext) -> None:

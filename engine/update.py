@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ class OwnedUpdate:
     Args:
         optimizer: over whole parameters; afterwards over this rank's slices, its groups otherwise unchanged.
         host_ratio: share of each bucket's owned elements whose masters and states live on the host.
+
+    Attributes:
+        host_seconds: of all steps so far, with something on the host: in the optimizer's own step there.
+        transfer_seconds: in waiting for what comes from the device, and in copies and conversions either way; what runs
+            beside the host's step is not in it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stage: Stage, *, host_ratio: float, host: HostMemory,
@@ -38,6 +44,8 @@ class OwnedUpdate:
         self._chunks: dict[Part, list[Chunk]] = {
             part: chunks_of(part, joins=is_stock(optimizer)) for part in self.parts}
         self._scales_in_kernel = scales_in_kernel(optimizer)
+        self._is_offloaded = any(part.on_host for part in self.parts)
+        self.host_seconds = self.transfer_seconds = 0.0
 
     @property
     def parts(self) -> Iterator[Part]:
@@ -74,8 +82,9 @@ class OwnedUpdate:
                 upcoming = self._receive(self._rounds[number + 1]) if number + 1 < len(self._rounds) else []
                 with hooks.in_round(first=number == 0, last=number + 1 == len(self._rounds)):
                     self._step_optimizer(parts, used=used, divisor=divisor)
-                for part in parts:
-                    part.store()
+                with self._transferring():
+                    for part in parts:
+                        part.store()
                 for index in self._rounds[number]:
                     self._stage.gradients.use_up(self._stage.gradients.states[index])
                     self._stage.publish(self._stage.buckets[index])
@@ -129,6 +138,13 @@ class OwnedUpdate:
             if self._scales_in_kernel:
                 self.optimizer.grad_scale = None  # type: ignore[attr-defined]
 
+    @contextmanager
+    def _transferring(self) -> Iterator[None]:
+        begun = perf_counter()
+        yield
+        if self._is_offloaded:
+            self.transfer_seconds += perf_counter() - begun
+
     def _receive(self, indices: Sequence[int]) -> list[Part]:
         """Hand the buckets' summed gradients to their parts; transfers to the host start here."""
         parts = []
@@ -143,15 +159,19 @@ class OwnedUpdate:
     def _step_optimizer(self, parts: Sequence[Part], *, used: set[int] | None, divisor: float) -> None:
         members: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         for part in parts:
-            gradient = part.take_gradient(divisor=divisor)
+            with self._transferring():
+                gradient = part.take_gradient(divisor=divisor)
             for chunk in self._chunks[part]:
                 members[chunk.group] += chunk.begin(self.optimizer, gradient, used)
         for group, tensors in zip(self.optimizer.param_groups, members, strict=True):
             group["params"] = tensors
             prepare_state(self.optimizer, tensors, group)
+        begun = perf_counter()
         try:
             self.optimizer.step()
         finally:
+            if self._is_offloaded:
+                self.host_seconds += perf_counter() - begun
             for part in parts:
                 for chunk in self._chunks[part]:
                     chunk.end(self.optimizer)

@@ -15,6 +15,7 @@ from engine.ranks import RankContext
 from engine.report import Measurement, MeasurePolicy, Outcome, TrialProgress, TrialReport, TrialRequest
 from engine.spec import ALLOWED_TASKS_VARIABLE, GptSpec
 from engine.tasks import build_task
+from engine.trainer import Trainer
 from engine.trial import SilentReporter, run_trial
 from tests.support import tasks
 from tests.support.trials import run, run_once
@@ -110,6 +111,20 @@ def test_phases_sum_to_the_mean_step_time() -> None:
     total = phases.data + phases.forward + phases.backward + phases.step
     assert total == pytest.approx(fmean(measurement.step_seconds), rel=1e-6)
     assert min(phases.data, phases.forward, phases.backward, phases.step) > 0
+
+
+def test_a_step_with_offload_tells_the_hosts_part_from_the_transfers() -> None:
+    assert (_measured(GPT).phases.host_step, _measured(GPT).phases.transfer) == (None, None)
+    phases = _measured(GPT, precision="bf16", offload_optimizer_ratio=1.0).phases
+    assert phases.host_step is not None
+    assert phases.transfer is not None
+    assert 0 < phases.host_step + phases.transfer < phases.step
+
+
+def test_memory_that_could_not_be_page_locked_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "host_is_pageable", True)  # as on an accelerator whose host refuses
+    notes = _measured(GPT, offload_optimizer_ratio=1.0).notes
+    assert "host memory could not be page-locked: offload's transfers are slower for it" in notes
 
 
 @pytest.mark.parametrize(("policy", "steps"), [
