@@ -69,6 +69,8 @@ class TrialRequest(Value):
     seed: int = 0
     policy: MeasurePolicy = MeasurePolicy()
     memory_limit_bytes: int | None = Field(None, ge=1, description="device bytes per rank; on CPU too")
+    hopeless_step_seconds: Real | None = Field(None, gt=0, description="once the mean step time is surely longer, "
+                                               "measuring ends, and the outcome is `pruned`")
 
 
 class ProbeRequest(Value):

@@ -40,6 +40,9 @@ _DEADLINE_SHARE = 0.8
 
 _LEAST_MEASURED = 2
 
+_LEAST_TO_PRUNE = 3
+"""Two step times may agree by chance, and their interval then says too much."""
+
 _LOOKS_IN_BACKWARD = 16
 """At memory, in the warm-up only: together they take a millisecond."""
 
@@ -102,7 +105,7 @@ def run_trial(
     if request.config.compile:
         torch.compiler.reset()
     left_behind = meter.finish()
-    clean = report.outcome in (Outcome.OK, Outcome.NON_FINITE) and left_behind <= LEFT_BEHIND_BYTES
+    clean = report.outcome in (Outcome.OK, Outcome.PRUNED, Outcome.NON_FINITE) and left_behind <= LEFT_BEHIND_BYTES
     return report, clean
 
 
@@ -184,6 +187,7 @@ class _Trial:
             self._measure()
             self._require_applied_steps()
             self._run_longest_sample()
+            self._require_hope()
         except _Stopped as stop:
             outcome, detail, failed_step = stop.outcome, stop.detail, stop.step
         peak = self._context.largest((self._peak_bytes(),))[0]
@@ -215,7 +219,7 @@ class _Trial:
         """
         record, recompiled, skipped = self.record, 0, 0
         before = cpu_times(self._context.core)
-        while not _is_enough(record.step_seconds, self._request.policy) and skipped < self._request.policy.max_steps:
+        while not self._is_enough() and skipped < self._request.policy.max_steps:
             host, transfer = self._loop.trainer.offload_seconds
             agreed = self._step("measuring")
             if not agreed.applied:
@@ -245,6 +249,28 @@ class _Trial:
         if len(self.record.step_seconds) < _LEAST_MEASURED:
             raise _Stopped(Outcome.NON_FINITE, f"gradients were not finite in {skipped} of {steps} steps: too few were "
                            "applied", steps - 1)
+
+    def _is_enough(self) -> bool:
+        samples, policy = self.record.step_seconds, self._request.policy
+        if len(samples) < _LEAST_MEASURED:
+            return False
+        if len(samples) >= policy.max_steps or sum(samples) > policy.max_seconds or self._is_hopeless():
+            return True
+        if len(samples) < policy.min_steps:
+            return False
+        low, high = mean_interval(samples)
+        return (high - low) / 2 <= policy.target_relative_interval * fmean(samples)
+
+    def _is_hopeless(self) -> bool:
+        samples, limit = self.record.step_seconds, self._request.hopeless_step_seconds
+        return limit is not None and len(samples) >= _LEAST_TO_PRUNE and mean_interval(samples)[0] > limit
+
+    def _require_hope(self) -> None:
+        if self._is_hopeless():
+            samples, limit = self.record.step_seconds, self._request.hopeless_step_seconds
+            low, high = mean_interval(samples)
+            raise _Stopped(Outcome.PRUNED, f"a step takes {low:.4g} to {high:.4g} s (95 % interval, {len(samples)} "
+                           f"steps), surely longer than the {limit:.4g} s that are worth measuring", None)
 
     def _run_longest_sample(self) -> None:
         """One more step, unmeasured, where the task names a sample of the largest size: its memory counts."""
@@ -322,17 +348,6 @@ class _Trial:
                 parameters=int(state[0]), gradients=int(state[1]), optimizer=int(state[2]), host=int(state[3])),
             world_size=context.world_size, threads_per_rank=torch.get_num_threads(), setup_seconds=setup,
             contended=record.contended, compute_dtype=loop.compute_dtype(), notes=tuple(record.notes))
-
-
-def _is_enough(samples: list[float], policy: MeasurePolicy) -> bool:
-    if len(samples) < _LEAST_MEASURED:
-        return False
-    if len(samples) >= policy.max_steps or sum(samples) > policy.max_seconds:
-        return True
-    if len(samples) < policy.min_steps:
-        return False
-    low, high = mean_interval(samples)
-    return (high - low) / 2 <= policy.target_relative_interval * fmean(samples)
 
 
 def _mean_phases(record: _Record, mean_step_seconds: float) -> PhaseSeconds:

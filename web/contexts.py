@@ -344,8 +344,11 @@ def compare(trial: Trial) -> tuple[Compared, ...]:
 
 def phase_segments(run: Measurement) -> tuple[Segment, ...]:
     """Mean seconds per step by phase, as pieces of one bar."""
-    values = {"data": run.phases.data, "forward": run.phases.forward, "backward": run.phases.backward,
-              "optimizer step": run.phases.step}
+    phases = run.phases
+    offload = {"host optimizer": phases.host_step or 0.0, "host transfers": phases.transfer or 0.0}
+    values = {"data": phases.data, "forward": phases.forward, "backward": phases.backward,
+              "optimizer step": max(phases.step - sum(offload.values()), 0.0),
+              **{name: seconds for name, seconds in offload.items() if seconds}}
     return _segments(values, scale=sum(values.values()))
 
 

@@ -5,7 +5,8 @@ from datetime import datetime
 from statistics import fmean
 
 from autotune.domain.request import StudyRequest
-from autotune.domain.study import BestConfig, Progress, Study, StudyState, Trial, TrialState
+from autotune.domain.study import BestConfig, Progress, Study, StudyState, Trial, TrialRole, TrialState
+from autotune.domain.throughput import throughput
 from autotune.scheduler.fingerprints import training_fingerprint
 from autotune.search.choose import Choice, finalists
 from autotune.search.plan import Plan
@@ -14,6 +15,9 @@ from engine.values import Value
 
 FIRST_FEW = 3
 """So many trials that fail alike, the first of a study, end it: the baseline and two more."""
+
+_HOPELESS = 1.1
+"""Of the fastest step time so far: a trial that is surely slower will not be among the finalists that matter."""
 
 _RESERVED_SHARE = 0.25
 """At most this share of the seconds is kept back from the search for measuring the finalists again."""
@@ -87,6 +91,17 @@ def next_repeat(request: StudyRequest, trials: Sequence[Trial]) -> Trial | None:
     direction = 1 if round_number % 2 == 0 else -1
     return min((trial for trial in waiting if len(trial.repeats) == round_number),
                key=lambda trial: direction * order.index(trial.number))
+
+
+def hopeless_step_seconds(trial: Trial, trials: Sequence[Trial]) -> float | None:
+    """The mean step time from which on measuring a suggestion is a waste: well above that of the fastest so far.
+
+    None for trials that others are compared with, and for those measured again.
+    """
+    if trial.role is not TrialRole.SUGGESTED or trial.state is TrialState.FINISHED:
+        return None
+    rates = [rate.step_seconds for other in trials if (rate := throughput(other)) is not None]
+    return _HOPELESS * min(rates) if rates else None
 
 
 def progress_of(request: StudyRequest, trials: Sequence[Trial], *, trials_total: int, elapsed_seconds: float,

@@ -87,6 +87,22 @@ def test_steps_that_compile_are_not_measured() -> None:
     assert "code was compiled again in 2 steps after the warm-up, which do not count" in measurement.notes
 
 
+def test_a_trial_that_is_surely_too_slow_ends_early_with_what_it_measured() -> None:
+    policy = MeasurePolicy(max_warmup_steps=3, min_steps=12, max_steps=12)
+    request = _request(tasks.spec("sleeps", then=0.05), policy=policy)
+    slow, fits = (run_trial(request.model_copy(update={"hopeless_step_seconds": limit}), CONTEXT, SilentReporter())
+                  for limit in (0.02, 0.2))
+    assert slow[0].outcome is Outcome.PRUNED
+    assert slow[0].detail.endswith("surely longer than the 0.02 s that are worth measuring")
+    assert slow[0].measurement is not None
+    assert 3 <= len(slow[0].measurement.step_seconds) < 12
+    assert slow[0].measurement.tokens_per_second > 0
+    assert slow[1], "the worker can go on"
+    assert fits[0].outcome is Outcome.OK
+    assert fits[0].measurement is not None
+    assert len(fits[0].measurement.step_seconds) == 12
+
+
 def test_what_compiles_in_every_step_is_measured_with_it() -> None:
     policy = MeasurePolicy(max_warmup_steps=1, min_steps=2, max_steps=2)
     measurement = _measured(tasks.spec("compiles", steps=range(5), seconds=0.1), policy=policy)

@@ -4,7 +4,14 @@ import pytest
 
 from autotune.domain.study import Trial, TrialRole, TrialState
 from autotune.scheduler.fingerprints import calibration_key, probe_key, training_fingerprint
-from autotune.scheduler.verdict import budget_spent, contenders, next_repeat, progress_of, why_hopeless
+from autotune.scheduler.verdict import (
+    budget_spent,
+    contenders,
+    hopeless_step_seconds,
+    next_repeat,
+    progress_of,
+    why_hopeless,
+)
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome
 from engine.spec import GptSpec, PythonSpec
@@ -60,6 +67,16 @@ def test_the_search_leaves_seconds_for_measuring_again() -> None:
     assert budget_spent(request, slow, 750.0) is not None
     assert budget_spent(request, [], 5000.0) is None, "the first one always runs"
     assert budget_spent(sample_request(budget={"max_trials": 1}), trials, 0.0) == "budget of 1 trials spent"
+
+
+def test_only_a_suggestion_can_be_too_slow_to_measure_on() -> None:
+    trials = [trial(0, 0.4), trial(1, 0.2), trial(2, None, outcome=Outcome.OOM_DEVICE)]
+    suggested = trial(3).model_copy(update={"state": TrialState.RUNNING, "outcome": None})
+    assert hopeless_step_seconds(suggested, trials) == pytest.approx(0.22)
+    assert hopeless_step_seconds(suggested, trials[2:]) is None
+    assert hopeless_step_seconds(trials[1], trials) is None, "measured again to be compared"
+    default = suggested.model_copy(update={"role": TrialRole.DEFAULT})
+    assert hopeless_step_seconds(default, trials) is None
 
 
 def test_contenders_do_not_change_while_repeats_arrive() -> None:
