@@ -14,6 +14,8 @@ from web.measured import fastest
 from web.trials_view import KNOBS
 from web.words import OUTCOMES, PHASES, ROLES, Cue, describe_model, study_cue, trial_cue
 
+_SHOWN_FASTEST = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRow:
@@ -110,13 +112,23 @@ class BestView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedRow:
+    """A configuration predicted to be fast: the knobs that vary, in words."""
+
+    text: str
+    step_seconds: float | None
+    peak_device_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanView:
-    """What the plan found: knobs with their values, and rejections, most frequent first."""
+    """What the plan found: knobs with their values, rejections, most frequent first, and the fastest few."""
 
     points: int
     feasible: int
     space: tuple[tuple[str, tuple[Any, ...]], ...]
     rejections: tuple[tuple[str, int], ...]
+    fastest: tuple[PlannedRow, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +309,11 @@ def phase_steps(study: Study) -> tuple[PhaseStep, ...]:
 def plan_view(plan: PlanSummary) -> PlanView:
     return PlanView(points=plan.points, feasible=plan.feasible,
                     space=tuple((name, tuple(values)) for name, values in plan.space.items()),
-                    rejections=tuple(sorted(plan.rejections.items(), key=lambda entry: -entry[1])))
+                    rejections=tuple(sorted(plan.rejections.items(), key=lambda entry: -entry[1])),
+                    fastest=tuple(PlannedRow(
+                        text=" ".join(f"{name}={getattr(config, name)}" for name in plan.space),
+                        step_seconds=prediction.step_seconds, peak_device_bytes=prediction.peak_device_bytes)
+                        for config, prediction in plan.fastest[:_SHOWN_FASTEST]))
 
 
 def best_view(study: Study, trials: Sequence[Trial]) -> BestView | None:

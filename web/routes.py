@@ -157,7 +157,9 @@ def _study_context(request: Request, study_id: str, services: Services, dashboar
     elapsed = page.progress.elapsed_seconds
     if page.live and study.started_at is not None:
         elapsed = (now - study.started_at).total_seconds()
-    return {"page": page, "now": now, "elapsed": max(elapsed, 0.0), "formats": services.queries.export_formats(),
+    explained = study.state is StudyState.SUCCEEDED and study.best is not None
+    return {"page": page, "now": now, "explanation": services.queries.explanation(study_id) if explained else None,
+            "elapsed": max(elapsed, 0.0), "formats": services.queries.export_formats(),
             "events_url": f"/api/v1/studies/{study.id}/events?last_event_id={last_event}",
             "table": trials_table(trials, view, best_number=page.best.trial_number if page.best else None)}
 

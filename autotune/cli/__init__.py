@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from autotune.cli import operate, serve, studies, tune
+from autotune.cli import operate, plan, serve, studies, tune
 
 app = typer.Typer(
     name="autotune", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
@@ -17,6 +17,7 @@ app = typer.Typer(
 serve.register(app)
 studies.register(app)
 tune.register(app)
+plan.register(app)
 operate.register(app)
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autotune.domain.study import Progress, StudyPhase, StudyState, Trial
+from autotune.domain.study import PlanSummary, Progress, Study, StudyPhase, StudyState, Trial
 from autotune.domain.throughput import shown_throughput
 from engine.config import TrainConfig
 from engine.report import Outcome
@@ -136,6 +136,20 @@ def studies_table(rows: Iterable[tuple[str, str, str, str, str]]) -> Table:
         table.add_column(title, no_wrap=title in ("id", "state", "trials"))
     for row in rows:
         table.add_row(row[0], escape(row[1]), f"[{STATE_STYLES[row[2]]}]{row[2]}[/]", row[3], row[4])
+    return table
+
+
+def plan_table(study: Study, plan: PlanSummary) -> Table:
+    """Configurations predicted to be fastest: throughput, step, memory."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("predicted", "step s", "peak"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("configuration")
+    for config, prediction in plan.fastest:
+        assert prediction.step_seconds is not None
+        samples = study.request.training.global_batch_size / prediction.step_seconds
+        table.add_row(f"{samples:,.2f} samples/s", f"{prediction.step_seconds:.4g}",
+                      bytes_text(prediction.peak_device_bytes), config_text(config))
     return table
 
 

@@ -64,12 +64,12 @@ def _tune(request: "StudyRequest", settings: "Settings", *, json: bool) -> "Stud
     store = open_store(settings)
     try:
         study = Commands(store, settings).submit(request)
-        return asyncio.run(_run(store, settings, study.id, quiet=json))
+        return asyncio.run(run_until_it_ends(store, settings, study.id, quiet=json))
     finally:
         store.close()
 
 
-async def _run(store: "Database", settings: "Settings", study_id: str, *, quiet: bool) -> "Study":
+async def run_until_it_ends(store: "Database", settings: "Settings", study_id: str, *, quiet: bool) -> "Study":
     """Run a scheduler until the study has ended; an interrupt cancels the study first."""
     from autotune.cli.output import console
     from autotune.cli.screen import StudyScreen

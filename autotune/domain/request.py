@@ -1,8 +1,8 @@
 """`StudyRequest`: the body of ``POST /api/v1/studies``. Field names are a contract with clients."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from engine.config import OptimizerConfig
 from engine.report import MeasurePolicy
@@ -28,6 +28,7 @@ class HardwareRequest(Value):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     devices: Count = Field(1, description="how many; the data-parallel size")
+    cluster: str | None = Field(None, max_length=120, description="mode plan: the described cluster to plan for")
     memory_limit_bytes: Count | None = Field(
         None, description="device bytes per rank that a trial may use; exceeding it is an out-of-memory outcome")
 
@@ -39,7 +40,7 @@ class SearchRequest(Value):
     list of values to try, or to "auto" for the product's own list. Without `space`, the default space is searched.
     """
 
-    sampler: Sampler = "tpe"
+    sampler: Sampler = "guided"
     seed: Whole = Field(0, ge=0, lt=2**31)
     space: dict[str, list[Any] | Literal["auto"]] | None = None
     baseline: dict[str, Any] | None = Field(
@@ -49,6 +50,8 @@ class SearchRequest(Value):
                              description="how many of the fastest are measured again before one wins")
     confirm_rounds: Whole = Field(2, ge=0, le=10,
                                   description="interleaved rounds in which finalists are measured again")
+    min_expected_gain: Real = Field(0.01, ge=0, le=1, description="guided: the search ends once all trials left are "
+                                    "expected to gain less than this share of throughput; 0: never")
     policy: MeasurePolicy = MeasurePolicy()
 
 
@@ -61,11 +64,27 @@ class Budget(Value):
 
 
 class StudyRequest(Value):
-    """One tuning job."""
+    """One tuning job.
+
+    Attributes:
+        mode: tune: measure on the devices; plan: predict for a described cluster and measure nothing.
+    """
 
     name: Name
+    mode: Literal["tune", "plan"] = "tune"
     model: ModelSpec
     training: TrainingSetup
     hardware: HardwareRequest = HardwareRequest()
     search: SearchRequest = SearchRequest()
     budget: Budget = Budget()
+
+    @model_validator(mode="after")
+    def _plans_for_a_cluster(self) -> Self:
+        if (self.mode == "plan") != (self.hardware.cluster is not None):
+            raise ValueError("mode plan needs hardware.cluster, and only it takes one: give both or neither")
+        return self
+
+    @property
+    def devices_needed(self) -> int:
+        """Devices of this machine: a plan takes one, to look at the model."""
+        return 1 if self.mode == "plan" else self.hardware.devices

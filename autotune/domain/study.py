@@ -164,6 +164,8 @@ class PlanSummary(Value):
     examples: dict[str, TrainConfig] = Field(default_factory=dict, description="one dropped configuration per reason")
     predictions: tuple[tuple[TrainConfig, Prediction], ...] = Field((), description="feasible configurations, at most "
                                                                     "1,000, smallest predicted memory first")
+    fastest: tuple[tuple[TrainConfig, Prediction], ...] = Field((), description="those predicted to be fastest, "
+                                                                "at most 20, fastest first")
 
 
 class Study(Value):

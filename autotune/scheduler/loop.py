@@ -125,7 +125,7 @@ class Scheduler:
                     return None
                 if any(study.id == claim.study.id for claim in running):
                     raise _NotFreeError
-                chosen = tuple(free[: study.request.hardware.devices])
+                chosen = tuple(free[: study.request.devices_needed])
                 if not tx.leases.acquire(chosen, study_id=study.id, epoch=study.lease_epoch,
                                          seconds=self._policy.lease):
                     raise _NotFreeError

@@ -6,6 +6,7 @@ from time import monotonic
 
 from autotune.domain.errors import InvalidRequestError, LaunchError, UnreadableError
 from autotune.domain.study import BestConfig, Study, StudyPhase, StudyState, Trial, TrialRole
+from autotune.predict.cluster import bundled_cluster
 from autotune.scheduler.fingerprints import calibration_key, probe_key
 from autotune.scheduler.gates import gated, reference_config, set_aside
 from autotune.scheduler.group import GroupKeeper
@@ -20,13 +21,16 @@ from autotune.scheduler.verdict import (
     best_config,
     budget_spent,
     contenders,
+    hopeless_step_seconds,
     next_repeat,
+    planned_note,
     progress_of,
     why_hopeless,
 )
 from autotune.search.choose import Choice, choose, first_configs, why_no_winner
 from autotune.search.plan import Plan, make_plan
 from autotune.search.space import parse_space
+from autotune.search.stopping import why_nothing
 from autotune.store import Clock, Transaction, utc_now
 from engine.config import TrainConfig
 from engine.profile import HardwareProfile, ModelProfile
@@ -94,6 +98,8 @@ class StudyRun:
             model = await self._probe()
             hardware = await self._calibrate()
             plan = await self._plan(model, hardware)
+            if self._request.mode == "plan":
+                return Verdict(state=StudyState.SUCCEEDED, note=planned_note(plan))
             ended_by = await self._search(plan)
             await self._confirm(plan)
             return await self._conclude(plan, ended_by)
@@ -126,8 +132,13 @@ class StudyRun:
         return profile
 
     async def _calibrate(self) -> HardwareProfile:
-        """What the devices can do, from the store where they were calibrated before."""
-        key = calibration_key(self._at.launcher, self._request.hardware.devices)
+        """What the devices can do, from the store where they were calibrated before; as described where planned for."""
+        wanted = self._request.hardware
+        if wanted.cluster is not None:
+            described = bundled_cluster(wanted.cluster).hardware(wanted.devices)
+            await self._record.write(lambda tx: tx.studies.set_fingerprints(*self._key, hardware=described.fingerprint))
+            return described
+        key = calibration_key(self._at.launcher, wanted.devices)
         known = await self._record.read(lambda tx: tx.profiles.hardware(key))
         if known is None:
             await self._enter(StudyPhase.CALIBRATING)
@@ -175,7 +186,7 @@ class StudyRun:
             if config is None:
                 config = await self._at.suggester.suggest(plan, trials, self._request.search)
             if config is None:
-                return await in_thread(lambda: why_nothing(plan, trials, self._request.search))
+                return why_nothing(plan, trials, self._request.search)
             assert plan.canonical(config) not in tried, config
             await self._try(plan, role, config, total=total)
 
@@ -244,18 +255,20 @@ class StudyRun:
 
     async def _measure(self, plan: Plan, trial: Trial) -> tuple[TrialReport, str]:
         """Measure a configuration; once more where others used the devices meanwhile."""
-        report, log = await self._measure_once(trial)
-        if report.outcome is Outcome.OK and report.measurement is not None and report.measurement.contended:
-            report, second_log = await self._measure_once(trial)
+        hopeless = hopeless_step_seconds(trial, await self._trials())
+        report, log = await self._measure_once(trial, hopeless)
+        if (report.outcome in (Outcome.OK, Outcome.PRUNED) and report.measurement is not None
+                and report.measurement.contended):
+            report, second_log = await self._measure_once(trial, hopeless)
             log += second_log
         return gated(report, trial.config, plan, await self._trials()), log
 
-    async def _measure_once(self, trial: Trial) -> tuple[TrialReport, str]:
+    async def _measure_once(self, trial: Trial, hopeless: float | None) -> tuple[TrialReport, str]:
         training, budget = self._request.training, self._request.budget
         request = TrialRequest(
             model=self._request.model, optimizer=training.optimizer, config=trial.config,
             global_batch_size=training.global_batch_size, seed=training.seed, policy=self._request.search.policy,
-            memory_limit_bytes=self._request.hardware.memory_limit_bytes)
+            memory_limit_bytes=self._request.hardware.memory_limit_bytes, hopeless_step_seconds=hopeless)
         async with telling(self._record, trial.number, interval_seconds=self._at.policy.progress) as listen:
             report, log = await self._at.group.run(request, deadline_seconds=budget.trial_timeout_seconds,
                                                    on_progress=listen)

@@ -1,5 +1,6 @@
 """`make_plan`: every point of a space with its prediction; what cannot run or cannot fit is dropped, with why."""
 
+import heapq
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,8 +18,12 @@ from engine.config import TrainConfig
 from engine.profile import HardwareProfile, ModelProfile
 
 MAX_SUMMARY_PREDICTIONS = 1000
+MAX_SUMMARY_FASTEST = 20
 BUCKET_KNOBS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size")
 
+_ESTIMATED_TERMS = ("activations", "workspace")
+_ESTIMATE_ERROR = 1.0
+"""How much larger than predicted these may be for all one knows before the first trial."""
 
 Terms = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
@@ -55,10 +60,18 @@ class Limits:
         return (prediction.peak_device_bytes <= self.device_bytes
                 and prediction.peak_host_bytes <= self.host_bytes)
 
+    def excess(self, prediction: Prediction) -> str:
+        """In words, what a prediction that is not allowed needs and may use."""
+        needed, limit, place = ((prediction.peak_device_bytes, self.device_bytes, "device")
+                                if prediction.peak_device_bytes > self.device_bytes
+                                else (prediction.peak_host_bytes, self.host_bytes, "host"))
+        return f"needs {needed / 2**20:,.0f} MiB of {place} memory where {limit / 2**20:,.0f} may be used"
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What a study may try. Made by `make_plan`; pickled as its inputs, and made again once per process.
+    """What a study may try. Made by `make_plan`; pickled as its inputs, and made again once per process: a plan equals
+    only itself.
 
     Attributes:
         candidates: in the space's order, no two alike.
@@ -94,6 +107,8 @@ class Plan:
 
     def canonical(self, config: TrainConfig) -> TrainConfig:
         """The configuration that stands for all that do the same: inactive knobs and oversized buckets made equal."""
+        if config in self.index:
+            return config
         folded = self.space.canonical(config)
         kept = {name: _kept_bucket(self.space, self.model, name, getattr(folded, name)) for name in BUCKET_KNOBS}
         changed = {name: size for name, size in kept.items() if size != getattr(folded, name)}
@@ -116,7 +131,7 @@ class Plan:
 
     @property
     def default(self) -> TrainConfig:
-        """The default configuration, with the largest micro-batch that should fit."""
+        """The default configuration, with the largest micro-batch that should fit although nothing was measured yet."""
         return self._largest_fitting(self.space.default)
 
     @property
@@ -125,14 +140,21 @@ class Plan:
         return self.space.baseline if self.space.has_own_baseline else self.default
 
     def _largest_fitting(self, config: TrainConfig) -> TrainConfig:
-        sizes = self.space.knob("micro_batch_size")
-        for size in reversed(sizes.values if sizes is not None else ()):
-            accumulation = config.micro_batch_size * config.gradient_accumulation_steps // size
-            smaller = config.model_copy(update={"micro_batch_size": size,
-                                                "gradient_accumulation_steps": accumulation})
-            if size <= config.micro_batch_size and self.canonical(smaller) in self.index:
-                return smaller
-        return config if self.canonical(config) in self.index or not self.candidates else self.candidates[0].config
+        knob = self.space.knob("micro_batch_size")
+        sizes = [size for size in (knob.values if knob is not None else ()) if size <= config.micro_batch_size]
+        smaller = [config.model_copy(update={
+            "micro_batch_size": size, "gradient_accumulation_steps":
+                config.micro_batch_size * config.gradient_accumulation_steps // size}) for size in reversed(sizes)]
+        fitting = [each for each in smaller if self.canonical(each) in self.index]
+        if not fitting:
+            return config if self.canonical(config) in self.index or not self.candidates else self.candidates[0].config
+        return next((each for each in fitting if self._surely_fits(self.canonical(each))), fitting[-1])
+
+    def _surely_fits(self, config: TrainConfig) -> bool:
+        """Whether a candidate fits also where what is estimated, not counted, turns out larger than predicted."""
+        prediction = self.candidates[self.index[config]].prediction
+        estimated = sum(prediction.device_bytes[term] for term in _ESTIMATED_TERMS)
+        return prediction.peak_device_bytes + _ESTIMATE_ERROR * estimated <= self.limits.device_bytes
 
     def summary(self) -> PlanSummary:
         """What is kept with the study and shown."""
@@ -145,7 +167,14 @@ class Plan:
         return PlanSummary(
             space={knob.name: list(knob.values) for knob in self.space.knobs},
             points=len(self.space.points), feasible=len(self.candidates), rejections=dict(counts), examples=examples,
-            predictions=tuple((config, prediction) for config, prediction in smallest[:MAX_SUMMARY_PREDICTIONS]))
+            predictions=tuple((config, prediction) for config, prediction in smallest[:MAX_SUMMARY_PREDICTIONS]),
+            fastest=tuple((config, prediction) for config, prediction in self.fastest(MAX_SUMMARY_FASTEST)))
+
+    def fastest(self, count: int) -> list[Candidate]:
+        """Those predicted to be fastest, fastest first; of equally fast ones that which needs least memory."""
+        timed = [candidate for candidate in self.candidates if candidate.prediction.step_seconds is not None]
+        return heapq.nsmallest(count, timed, key=lambda candidate: (
+            candidate.prediction.step_seconds, candidate.prediction.peak_device_bytes))
 
     def why_empty(self) -> str:
         """For a plan without candidates: why nothing can be tried, and what to change."""
@@ -162,6 +191,12 @@ class Plan:
                               self.hardware.model_dump_json())
 
 
+def limits_of(request: StudyRequest, hardware: HardwareProfile) -> Limits:
+    """What the request allows, and the hardware has."""
+    memory_limit = min(hardware.memory_bytes, request.hardware.memory_limit_bytes or hardware.memory_bytes)
+    return Limits(device_bytes=memory_limit, host_bytes=hardware.host_memory_bytes // hardware.world_size)
+
+
 def make_plan(request: StudyRequest, space: Space, model: ModelProfile, hardware: HardwareProfile) -> Plan:
     """Predict every point of the space and keep what should fit. Pure.
 
@@ -173,8 +208,7 @@ def make_plan(request: StudyRequest, space: Space, model: ModelProfile, hardware
     """
     if hardware.world_size != space.world_size:
         raise ValueError(f"calibrated on {hardware.world_size} devices, but the study uses {space.world_size}")
-    memory_limit = min(hardware.memory_bytes, request.hardware.memory_limit_bytes or hardware.memory_bytes)
-    limits = Limits(device_bytes=memory_limit, host_bytes=hardware.host_memory_bytes // hardware.world_size)
+    limits = limits_of(request, hardware)
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
     for config in space.points:

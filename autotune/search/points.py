@@ -88,6 +88,20 @@ class Space:
         self._refuse_forced_inactive(values, folded)
         return self._build(folded)
 
+    def moved(self, config: TrainConfig, name: str, value: Any) -> TrainConfig:
+        """A configuration, of the space or not, with one knob at another value; what that makes inactive follows.
+
+        Raises:
+            ValueError: the combination cannot run; the text says why.
+        """
+        fields = {**config.__dict__, name: value}
+        if "reduce_dtype" not in self.base_fields:
+            del fields["reduce_dtype"]
+        for knob in self.knobs:
+            if knob.kind.inactive_value is not KEEP and not knob.kind.active(fields, self.world_size):
+                fields[knob.name] = knob.kind.inactive_value
+        return self._build(fields)
+
     @cached_property
     def points(self) -> tuple[TrainConfig, ...]:
         """Every distinct configuration that can run, in a fixed order."""

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from autotune.domain.errors import FieldError, InvalidRequestError
 from autotune.domain.request import StudyRequest
+from autotune.predict.cluster import bundled_clusters
 from autotune.search.knobs import FOREIGN_NAMES, KNOBS, NOT_A_KNOB, PARALLEL_DEGREES, KnobKind
 from autotune.search.points import Knob, Space
 from engine.config import TrainConfig, resolve_batch_sizes
@@ -27,6 +28,7 @@ def parse_space(request: StudyRequest) -> Space:
     Raises:
         InvalidRequestError: with every problem found, each at a dotted field such as ``search.space.zero_stage``.
     """
+    _require_known_cluster(request)
     world_size, global_batch = request.hardware.devices, request.training.global_batch_size
     _require_divisible(global_batch, world_size)
     base_fields, baseline = _parse_baseline(request)
@@ -43,6 +45,13 @@ def parse_space(request: StudyRequest) -> Space:
     return Space(base_fields=base_fields, baseline=baseline if draft.has_own_baseline else default,
                  has_own_baseline=draft.has_own_baseline, knobs=knobs, global_batch_size=global_batch,
                  world_size=world_size, default=default)
+
+
+def _require_known_cluster(request: StudyRequest) -> None:
+    name = request.hardware.cluster
+    if name is not None and name not in bundled_clusters():
+        raise InvalidRequestError(FieldError(
+            "hardware.cluster", f"no cluster is known as {name!r}: give one of {', '.join(bundled_clusters())}"))
 
 
 def _require_divisible(global_batch: int, world_size: int) -> None:

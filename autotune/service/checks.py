@@ -87,7 +87,7 @@ def check_devices(request: StudyRequest, hosts: tuple[Host, ...]) -> None:
     Raises:
         InvalidRequestError: a kind or number of devices that no host has.
     """
-    if not hosts:
+    if not hosts or request.mode == "plan":
         return
     wanted = request.hardware
     usable = [host for host in hosts if wanted.device in ("auto", host.device_type)]

@@ -9,6 +9,7 @@ from autotune.domain.page import Page
 from autotune.domain.study import BestConfig, Event, PlanSummary, Study, StudyState, Trial
 from autotune.export import FORMATS, ExportedFile
 from autotune.export import export as export_best
+from autotune.search.explain import Explanation, explain
 from autotune.store.database import Database
 from engine.profile import HardwareProfile
 from engine.values import Value
@@ -136,9 +137,17 @@ class Queries:
             return study.best
         outcomes = self.outcomes(study_id)
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())) or "none yet"
-        reason = f": {study.error}" if study.error else ""
+        reason = f": {study.error}" if study.error else " as it only planned" if study.request.mode == "plan" else ""
         raise NoWinnerError(f"study {study_id} is {study.state.value} and has no winner{reason} (trials: {counts})",
                             outcomes=outcomes)
+
+    def explanation(self, study_id: str) -> Explanation:
+        """Where the winner's memory and time go, what binds, and what each knob would have cost.
+
+        Raises:
+            NoWinnerError: there is no winner.
+        """
+        return explain(self.best(study_id), self.trials(study_id))
 
     def export(self, study_id: str, format: str) -> ExportedFile:
         """The winner as a file for a training tool.

@@ -105,13 +105,16 @@ class PlanView(Value):
     rejections: dict[str, int] = Field(description="how many were dropped, by reason")
     examples: dict[str, TrainConfig] = Field(description="one dropped configuration per reason")
     predictions: tuple[PlannedPoint, ...] = Field(description="feasible configurations, smallest memory first")
+    fastest: tuple[PlannedPoint, ...] = Field(description="those predicted to be fastest, fastest first")
 
     @classmethod
     def of(cls, plan: PlanSummary, limit: int) -> "PlanView":
         return cls(space=plan.space, points=plan.points, feasible=plan.feasible, rejections=plan.rejections,
                    examples=plan.examples, predictions=tuple(
                        PlannedPoint(config=config, prediction=prediction)
-                       for config, prediction in plan.predictions[:limit]))
+                       for config, prediction in plan.predictions[:limit]),
+                   fastest=tuple(PlannedPoint(config=config, prediction=prediction)
+                                 for config, prediction in plan.fastest[:limit]))
 
 
 class Health(Value):

@@ -62,8 +62,9 @@ class StudyRepository(Repository):
             ConflictError: the key was used before for another request.
         """
         statement = self._insert(studies).values(
-            id=uuid.uuid4().hex, idempotency_key=idempotency_key, name=request.name, device=request.hardware.device,
-            devices=request.hardware.devices, request=request, state=StudyState.QUEUED, cancel_requested=False,
+            id=uuid.uuid4().hex, idempotency_key=idempotency_key, name=request.name,
+            device="auto" if request.mode == "plan" else request.hardware.device,
+            devices=request.devices_needed, request=request, state=StudyState.QUEUED, cancel_requested=False,
             progress=Progress(), lease_epoch=0, created_at=self._clock()
         ).on_conflict_do_nothing(index_elements=["idempotency_key"])
         row = self._connection.execute(statement.returning(*_SMALL)).one_or_none()

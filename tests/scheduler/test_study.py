@@ -57,6 +57,27 @@ async def test_the_baseline_is_trial_0_and_the_gain_is_measured_against_it(datab
 
 
 @in_loop
+async def test_a_plan_probes_on_one_device_and_measures_nothing(any_database: Database) -> None:
+    launcher = FakeLauncher(count=1)
+    study = await run(any_database, launcher, mode="plan", training={"global_batch_size": 64}, search={},
+                      hardware={"device": "cuda", "devices": 8, "cluster": "a100-80gb"})
+    assert (study.state, study.error, study.best) == (StudyState.SUCCEEDED, None, None)
+    assert study.note is not None
+    assert study.note.startswith("predicted for 8 x NVIDIA A100")
+    assert [run.request.kind for run in launcher.runs] == ["probe"]
+    assert {len(run.devices) for run in launcher.runs} == {1}
+    assert trials_of(any_database, study) == ()
+    assert study.plan is not None
+    fastest = [prediction.step_seconds for _, prediction in study.plan.fastest]
+    assert fastest == sorted(fastest, key=lambda seconds: seconds or 0.0)
+    assert fastest[0] == min(prediction.step_seconds or 0.0 for _, prediction in study.plan.predictions)
+    with any_database.read() as tx:
+        assert tx.best.for_model("gpt-tiny") == ()
+        assert tx.profiles.list_hardware() == (), "described, not measured"
+        assert tx.leases.live() == ()
+
+
+@in_loop
 async def test_without_a_baseline_the_default_is_trial_0(database: Database) -> None:
     study = await run(database, FakeLauncher())
     first, *others = trials_of(database, study)

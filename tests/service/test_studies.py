@@ -193,14 +193,22 @@ class TestWinner:
         assert best["request"]["training"]["global_batch_size"] == 8
         assert best["confirmed"] is True
 
-    @pytest.mark.parametrize("path", ["best", "export?format=engine"])
+    def test_with_an_explanation(self, client: TestClient, database: Database) -> None:
+        explanation = client.get(f"/api/v1/studies/{succeeded(database)}/explanation").json()
+        assert explanation["trial_number"] == 0
+        assert explanation["memory"]["measured_peak_bytes"] == 1_000_000
+        assert sum(explanation["time"]["measured_seconds"].values()) == pytest.approx(0.1)
+        assert [step["value"] for knob in explanation["knobs"] if knob["name"] == "zero_stage"
+                for step in knob["steps"]] == [0, 1]
+
+    @pytest.mark.parametrize("path", ["best", "explanation", "export?format=engine"])
     def test_none_without_trials(self, client: TestClient, database: Database, path: str) -> None:
         response = client.get(f"/api/v1/studies/{queued(database)}/{path}")
         assert response.status_code == 409
         assert response.json()["outcomes"] == {}
         assert response.json()["type"] == "urn:autotune:problem:no-winner"
 
-    @pytest.mark.parametrize("path", ["best", "export?format=engine"])
+    @pytest.mark.parametrize("path", ["best", "explanation", "export?format=engine"])
     def test_none_with_failed_trials_only(self, client: TestClient, database: Database, path: str) -> None:
         study_id = failed(database, sample_failure(Outcome.OOM_DEVICE, "a"), sample_failure(Outcome.OOM_DEVICE, "b"),
                           sample_failure(Outcome.CRASHED, "c"), error="no feasible configuration")

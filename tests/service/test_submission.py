@@ -58,6 +58,21 @@ def test_the_documented_example_is_valid(client: TestClient) -> None:
     assert client.post("/api/v1/studies", json=content["examples"]["gpt"]["value"]).status_code == 201
 
 
+def test_a_plan_needs_no_devices_here(client: TestClient, body: dict[str, Any], database: Database) -> None:
+    with database.begin() as transaction:
+        transaction.hosts.register("here", device_type="cpu", device_name="core", device_count=1, device_indices=[0],
+                                   owner="someone")
+    plan = {**body, "mode": "plan", "training": {"global_batch_size": 64}, "search": {},
+            "hardware": {"devices": 64, "cluster": "h200-141gb"}}
+    assert client.post("/api/v1/studies", json=plan).status_code == 201
+    unknown = client.post("/api/v1/studies", json=with_change(plan, "hardware.cluster", "b300"))
+    assert "give one of a100-40gb" in problems_of(unknown)["hardware.cluster"]
+    without = {**plan, "hardware": {"devices": 64}}
+    assert "hardware.cluster" in problems_of(client.post("/api/v1/studies", json=without))["mode"]
+    tuned = {**plan, "mode": "tune"}
+    assert "give both or neither" in problems_of(client.post("/api/v1/studies", json=tuned))["mode"]
+
+
 @pytest.mark.parametrize("character", ["\x1b", "\x7f", "\x85", "\x9b"])
 def test_a_name_holds_nothing_that_steers_a_terminal(client: TestClient, body: dict[str, Any], character: str) -> None:
     assert "name" in problems_of(client.post("/api/v1/studies", json={**body, "name": f"a{character}31mb"}))

@@ -209,6 +209,14 @@ class TestStudies:
         assert "hx-sse:connect" not in text
         assert 'id="export"' in text
 
+    def test_it_says_why_the_winner_won(self, client: TestClient, told: Story) -> None:
+        text = client.get(f"/studies/{told.study.id}").text
+        why = text[text.index('id="why"'):text.index('id="export"')]
+        assert "What keeps it from being faster: " in why
+        assert re.search(r'zero_<wbr>stage</td><td class="num">1</td><td class="num">2</td>\s*'
+                         r'<td class="num">−[12].\d %</td>\s*'
+                         r'<td><a href="/studies/\w+/trials/9">trial 9</a></td>', why)
+
     def test_a_running_one_s_page_follows_from_its_last_event(self, client: TestClient, database: Database) -> None:
         story = Story.submit(database, request())
         searched(story)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Body, Depends, Header, Query, Response
 from autotune.domain.request import StudyRequest
 from autotune.domain.study import BestConfig, StudyState
 from autotune.export import FORMATS
+from autotune.search.explain import Explanation
 from autotune.service.api.parameters import Cursor, Limit, ModelFilter, StudyId, json_body
 from autotune.service.problems import responses
 from autotune.service.schemas import PlanView, StudyList, StudyView
@@ -85,6 +86,13 @@ def get_plan(study_id: StudyId, queries: QueriesDep, limit: Annotated[
 def get_best(study_id: StudyId, queries: QueriesDep) -> BestConfig:
     """The winner; while the study runs, the best so far (`confirmed` tells). 409 with counts by outcome without one."""
     return queries.best(study_id)
+
+
+@router.get("/{study_id}/explanation", summary="Why the winner won", responses=responses(404, 409))
+def get_explanation(study_id: StudyId, queries: QueriesDep) -> Explanation:
+    """Memory and time of the winner by term, predicted and measured; what keeps it from being faster; and what one
+    step of each knob would have cost, measured where it was tried and predicted where not."""
+    return queries.explanation(study_id)
 
 
 @router.get("/{study_id}/export", summary="The winner as a file", response_class=Response, responses={

@@ -1,0 +1,168 @@
+"""Why the winner won: where its memory and time go, what binds, and what each knob would have cost. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from autotune.domain.prediction import Prediction
+from autotune.domain.study import BestConfig, Trial
+from autotune.domain.throughput import shown_throughput
+from autotune.predict import predict
+from autotune.search.history import measured_rate
+from autotune.search.plan import Limits, limits_of
+from autotune.search.points import Knob, Space, reason_of
+from autotune.search.space import parse_space
+from engine.config import TrainConfig
+from engine.report import Measurement, Outcome
+from engine.values import Value
+
+Evidence = Literal["measured", "predicted", "does_not_fit", "failed", "impossible"]
+
+
+class Memory(Value):
+    """Bytes of the rank that holds most."""
+
+    predicted_bytes: dict[str, int] = Field(description="on the device, by term")
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    limit_bytes: int = Field(description="that a rank may use")
+
+
+class Time(Value):
+    """Seconds of one optimizer step."""
+
+    predicted_seconds: dict[str, float] = Field(description="by term; empty where no time was predicted")
+    predicted_step_seconds: float | None
+    measured_seconds: dict[str, float] = Field(description="by phase")
+    measured_step_seconds: float
+
+
+class Step(Value):
+    """One knob at another value, everything else as the winner has it."""
+
+    value: Any
+    evidence: Evidence
+    tokens_per_second: float | None = Field(description="measured, or predicted and scaled to what the winner reached")
+    change: float | None = Field(description="of throughput against the winner; -0.1: a tenth slower")
+    trial_number: int | None = None
+    detail: str = ""
+
+
+class KnobEffect(Value):
+    name: str
+    value: Any = Field(description="the winner's")
+    steps: tuple[Step, ...] = Field(description="one up and one down of an ordinal knob, every other value of a choice")
+
+
+class Explanation(Value):
+    """The evidence beside a winner.
+
+    Attributes:
+        binding: what keeps it from being faster, in words.
+    """
+
+    trial_number: int
+    config: TrainConfig
+    memory: Memory
+    time: Time
+    binding: str
+    knobs: tuple[KnobEffect, ...]
+
+
+def explain(best: BestConfig, trials: Sequence[Trial]) -> Explanation:
+    """The winner's evidence, from it and the trials of its study."""
+    winner = next(trial for trial in trials if trial.number == best.trial_number)
+    assert winner.measurement is not None
+    space = parse_space(best.request)
+    limits = limits_of(best.request, best.hardware_profile)
+    neighbours = _Neighbours(best, space, limits, {space.canonical(trial.config): trial for trial in trials})
+    prediction = neighbours.predict(best.config)
+    knobs = tuple(KnobEffect(name=knob.name, value=getattr(best.config, knob.name),
+                             steps=tuple(neighbours.steps(knob)))
+                  for knob in space.knobs if knob.is_active(best.config))
+    return Explanation(
+        trial_number=best.trial_number, config=best.config,
+        memory=Memory(predicted_bytes=prediction.device_bytes if prediction else {},
+                      predicted_peak_bytes=prediction.peak_device_bytes if prediction else 0,
+                      measured_peak_bytes=best.peak_device_bytes, limit_bytes=limits.device_bytes),
+        time=Time(predicted_seconds=prediction.seconds if prediction else {},
+                  predicted_step_seconds=prediction.step_seconds if prediction else None,
+                  measured_seconds=_phases(winner.measurement), measured_step_seconds=best.step_seconds),
+        binding=_binding(knobs, prediction), knobs=knobs)
+
+
+def _phases(measurement: Measurement) -> dict[str, float]:
+    phases = measurement.phases
+    return {name: getattr(phases, name) for name in ("data", "forward", "backward", "step")}
+
+
+class _Neighbours:
+    """Configurations one knob away from the winner, and what is known of them."""
+
+    def __init__(self, best: BestConfig, space: Space, limits: Limits, tried: Mapping[TrainConfig, Trial]) -> None:
+        self._best, self._space, self._limits, self._tried = best, space, limits, tried
+        self._own = self.predict(best.config)
+
+    def predict(self, config: TrainConfig) -> Prediction | None:
+        best = self._best
+        try:
+            return predict(best.model_profile, best.hardware_profile, best.request.training.optimizer, config)
+        except KeyError:
+            return None
+
+    def steps(self, knob: Knob) -> Iterator[Step]:
+        for value in _others(knob, getattr(self._best.config, knob.name)):
+            try:
+                config = self._space.moved(self._best.config, knob.name, value)
+            except ValueError as error:
+                yield Step(value=value, evidence="impossible", tokens_per_second=None, change=None,
+                           detail=reason_of(error))
+                continue
+            yield self._step(value, config)
+
+    def _step(self, value: Any, config: TrainConfig) -> Step:
+        trial = self._tried.get(self._space.canonical(config))
+        if trial is not None and trial.outcome in (Outcome.OK, Outcome.PRUNED):
+            rate = shown_throughput(trial)
+            tokens = rate.tokens_per_second if rate is not None else measured_rate(trial)
+            if tokens is not None:
+                return self._at_rate(value, "measured", tokens, trial.number)
+        if trial is not None and trial.outcome is not None:
+            return Step(value=value, evidence="failed", tokens_per_second=None, change=None, trial_number=trial.number,
+                        detail=f"{trial.outcome.value}: {trial.detail.partition(chr(10))[0]}".rstrip(": "))
+        prediction = self.predict(config)
+        if prediction is None:
+            return Step(value=value, evidence="impossible", tokens_per_second=None, change=None,
+                        detail="the model could not be probed for it")
+        if not self._limits.allow(prediction):
+            return Step(value=value, evidence="does_not_fit", tokens_per_second=None, change=None,
+                        detail=self._limits.excess(prediction))
+        if prediction.step_seconds is None or self._own is None or not self._own.step_seconds:
+            return Step(value=value, evidence="predicted", tokens_per_second=None, change=None)
+        rate_here = self._best.tokens_per_second * self._own.step_seconds / prediction.step_seconds
+        return self._at_rate(value, "predicted", rate_here, None)
+
+    def _at_rate(self, value: Any, evidence: Evidence, tokens_per_second: float, trial_number: int | None) -> Step:
+        return Step(value=value, evidence=evidence, tokens_per_second=tokens_per_second, trial_number=trial_number,
+                    change=tokens_per_second / self._best.tokens_per_second - 1)
+
+
+def _others(knob: Knob, value: Any) -> Sequence[Any]:
+    if not knob.kind.ordinal or value not in knob.values:
+        return [other for other in knob.values if other != value]
+    place = knob.values.index(value)
+    return [*knob.values[max(place - 1, 0):place], *knob.values[place + 1:place + 2]]
+
+
+def _binding(knobs: Sequence[KnobEffect], prediction: Prediction | None) -> str:
+    """Memory where one step to something else does not fit; else the largest part of the time."""
+    tight = [f"{knob.name} {step.value} does not fit ({step.detail})" for knob in knobs for step in knob.steps
+             if step.evidence == "does_not_fit" or (step.evidence == "failed" and step.detail.startswith("oom"))]
+    if tight:
+        return f"memory: {'; '.join(tight)}"
+    if prediction is None or not prediction.step_seconds:
+        return "time: nothing is known of where it goes"
+    term = max(prediction.seconds, key=lambda name: prediction.seconds[name], default="")
+    share = prediction.seconds.get(term, 0.0) / prediction.step_seconds
+    return f"time: {share:.0%} of the predicted step is {term.replace('_', ' ')}; memory is left"

@@ -1,0 +1,94 @@
+"""The evidence beside a winner."""
+
+import pytest
+
+from autotune.domain.study import BestConfig
+from autotune.search.explain import KnobEffect, explain
+from engine.config import TrainConfig
+from engine.report import Outcome
+from tests.search.support import (
+    MIB,
+    NOW,
+    finished,
+    hardware_profile,
+    measurement,
+    model_profile,
+    study_plan,
+    study_request,
+)
+
+SPACE = {"zero_stage": [0, 1, 2, 3], "micro_batch_size": [1, 2, 4, 8], "precision": ["fp32", "bf16"],
+         "offload_optimizer_ratio": [0.0, 0.5]}
+WINNER = TrainConfig(zero_stage=1, micro_batch_size=4, gradient_accumulation_steps=4, precision="bf16")
+
+
+def winner(**hardware: object) -> BestConfig:
+    request = study_request(space=SPACE)
+    return BestConfig(
+        study_id="study", trial_number=1, model_name="small", model_fingerprint="model", training_fingerprint="t",
+        hardware_fingerprint="hardware", request=request, config=WINNER, model_profile=model_profile(),
+        hardware_profile=hardware_profile(**hardware), tokens_per_second=1000.0, tokens_per_second_interval=(990, 1010),
+        samples_per_second=10.0, step_seconds=4.096, peak_device_bytes=150 * MIB, peak_host_bytes=0, confirmed=True,
+        created_at=NOW)
+
+
+TRIALS = (
+    finished(0, TrainConfig(micro_batch_size=16), measurement(10.0, 10.0)),
+    finished(1, WINNER, measurement(4.096, 4.096)),
+    finished(2, WINNER.model_copy(update={"micro_batch_size": 8, "gradient_accumulation_steps": 2}),
+             measurement(5.12, 5.12)),
+    finished(3, WINNER.model_copy(update={"zero_stage": 0}), outcome=Outcome.OOM_DEVICE, detail="12 MiB too many\nlog"),
+)
+
+
+def effects(best: BestConfig) -> dict[str, KnobEffect]:
+    return {knob.name: knob for knob in explain(best, TRIALS).knobs}
+
+
+def test_each_knob_is_moved_one_step_by_itself() -> None:
+    knobs = effects(winner())
+    assert [step.value for step in knobs["zero_stage"].steps] == [0, 2]
+    assert [step.value for step in knobs["micro_batch_size"].steps] == [2, 8]
+    assert [step.value for step in knobs["precision"].steps] == ["fp32"]
+    assert [step.value for step in knobs["offload_optimizer_ratio"].steps] == [0.5]
+    assert knobs["zero_stage"].value == 1
+
+
+def test_measured_where_tried_and_predicted_where_not() -> None:
+    knobs = effects(winner())
+    smaller, larger = knobs["micro_batch_size"].steps
+    assert (larger.evidence, larger.trial_number) == ("measured", 2)
+    assert larger.tokens_per_second == pytest.approx(800.0)
+    assert larger.change == pytest.approx(-0.2)
+    best = winner()
+    plan = study_plan(best.request, model=best.model_profile, hardware=best.hardware_profile)
+    other = WINNER.model_copy(update={"micro_batch_size": 2, "gradient_accumulation_steps": 8})
+    seconds = [plan.predict(config).step_seconds for config in (WINNER, other)]
+    assert seconds[0]
+    assert seconds[1]
+    assert smaller.evidence == "predicted"
+    assert smaller.tokens_per_second == pytest.approx(1000.0 * seconds[0] / seconds[1])
+
+
+def test_what_failed_and_what_does_not_fit_says_so() -> None:
+    failed = effects(winner())["zero_stage"].steps[0]
+    assert (failed.evidence, failed.trial_number, failed.detail) == ("failed", 3, "oom_device: 12 MiB too many")
+    own = study_plan(winner().request, model=model_profile(), hardware=hardware_profile()).predict(WINNER)
+    tight = winner(memory_bytes=own.peak_device_bytes + MIB)
+    stage_0, stage_2 = effects(tight)["zero_stage"].steps
+    in_fp32 = effects(tight)["precision"].steps[0]
+    assert in_fp32.evidence == "does_not_fit"
+    assert f"where {(own.peak_device_bytes + MIB) / MIB:,.0f} may be used" in in_fp32.detail
+    assert (stage_0.evidence, stage_2.evidence) == ("failed", "predicted")
+    assert explain(tight, TRIALS).binding.startswith("memory: zero_stage 0 does not fit (oom_device: 12 MiB too many)")
+
+
+def test_where_memory_and_time_go() -> None:
+    explanation = explain(winner(), TRIALS[:3])
+    assert sum(explanation.memory.predicted_bytes.values()) == explanation.memory.predicted_peak_bytes
+    assert explanation.memory.measured_peak_bytes == 150 * MIB
+    assert explanation.memory.limit_bytes == 2048 * MIB
+    assert explanation.time.predicted_step_seconds == pytest.approx(sum(explanation.time.predicted_seconds.values()))
+    assert sum(explanation.time.measured_seconds.values()) == pytest.approx(4.096)
+    largest = max(explanation.time.predicted_seconds, key=lambda name: explanation.time.predicted_seconds[name])
+    assert f"of the predicted step is {largest.replace('_', ' ')}" in explanation.binding
