@@ -29,6 +29,7 @@ from autotune.scheduler.verdict import (
 )
 from autotune.search.choose import Choice, choose, first_configs, why_no_winner
 from autotune.search.plan import Plan, make_plan
+from autotune.search.reuse import Reused, reusable, reused_note
 from autotune.search.space import parse_space
 from autotune.search.stopping import why_nothing
 from autotune.store import Clock, Transaction, utc_now
@@ -84,6 +85,7 @@ class StudyRun:
         self._key = (study.id, workplace.record.epoch)
         self._started_at = monotonic()
         self._best = study.best
+        self._reused: list[Reused] = []
 
     async def run(self) -> Verdict:
         """Work until the study ends; the worker group is closed in any case.
@@ -170,9 +172,7 @@ class StudyRun:
     async def _search(self, plan: Plan) -> str:
         """Try configurations until the budget or the space is used up; says which."""
         await self._enter(StudyPhase.SEARCHING)
-        first = first_configs(plan)
-        if (reference := reference_config(plan)) is not None:
-            first.append((TrialRole.REFERENCE, reference))
+        first = await self._first(plan)
         total = min(self._request.budget.max_trials, _distinct(plan, [config for _, config in first]))
         while True:
             trials = await self._trials()
@@ -189,6 +189,17 @@ class StudyRun:
                 return why_nothing(plan, trials, self._request.search)
             assert plan.canonical(config) not in tried, config
             await self._try(plan, role, config, total=total)
+
+    async def _first(self, plan: Plan) -> list[tuple[TrialRole, TrainConfig]]:
+        """What is tried before the sampler is asked, in order."""
+        first = first_configs(plan)
+        if (reference := reference_config(plan)) is not None:
+            first.append((TrialRole.REFERENCE, reference))
+        if self._request.search.sampler == "guided":
+            known = await self._record.read(lambda tx: tx.best.of_fingerprint(plan.model.fingerprint))
+            self._reused = reusable(plan, known)
+            first += [(TrialRole.SUGGESTED, reused.config) for reused in self._reused]
+        return first
 
     async def _confirm(self, plan: Plan) -> None:
         """Measure the fastest again, turn by turn."""
@@ -222,7 +233,7 @@ class StudyRun:
                 tx.best.put(best)
 
         await self._record.write(keep)
-        notes = [ended_by, None if clean else _CONTENDED_NOTE, set_aside(trials)]
+        notes = [ended_by, None if clean else _CONTENDED_NOTE, set_aside(trials), reused_note(self._reused, plan)]
         return Verdict(state=StudyState.SUCCEEDED, note="; ".join(note for note in notes if note))
 
     # One measurement

@@ -10,6 +10,9 @@ from autotune.store.base import Repository
 from autotune.store.tables import best_configs, hardware_profiles, model_profiles, studies
 from engine.profile import HardwareProfile, ModelProfile
 
+_RECENT = 50
+"""Winners of one model that are looked at to start from."""
+
 
 class BestRepository(Repository):
     """Winners of studies. All are kept; the fastest of each model, training set-up and hardware is the stored best."""
@@ -45,6 +48,13 @@ class BestRepository(Repository):
         ranked = select(best_configs, rank).where(best_configs.c.model_name == name).subquery()
         rows = self._connection.execute(
             select(ranked.c.best).where(ranked.c.rank == 1).order_by(ranked.c.created_at.desc(), ranked.c.study_id))
+        return tuple(found for found in rows.scalars() if isinstance(found, BestConfig))
+
+    def of_fingerprint(self, model_fingerprint: str) -> tuple[BestConfig, ...]:
+        """All winners of studies of a model, whatever it was called; the latest first. Unreadable ones are left out."""
+        rows = self._connection.execute(
+            select(best_configs.c.best).where(best_configs.c.model_fingerprint == model_fingerprint)
+            .order_by(best_configs.c.created_at.desc(), best_configs.c.study_id).limit(_RECENT))
         return tuple(found for found in rows.scalars() if isinstance(found, BestConfig))
 
     def models(self) -> tuple[ModelSummary, ...]:

@@ -57,6 +57,27 @@ async def test_the_baseline_is_trial_0_and_the_gain_is_measured_against_it(datab
 
 
 @in_loop
+async def test_what_won_before_is_tried_first(any_database: Database) -> None:
+    space = {"zero_stage": [0, 1, 2, 3], "micro_batch_size": [1, 2, 4, 8], "activation_checkpointing": ["none", "full"]}
+    first = await run(any_database, FakeLauncher(script=_odd_one_is_fastest), budget={"max_trials": 40},
+                      search={"sampler": "grid", "space": space})
+    assert first.best is not None
+    assert first.best.config.activation_checkpointing == "full"
+    second = await run(any_database, FakeLauncher(script=_odd_one_is_fastest), budget={"max_trials": 4},
+                       search={"sampler": "guided", "space": space})
+    trials = trials_of(any_database, second)
+    assert (trials[1].role, trials[1].config) == (TrialRole.SUGGESTED, first.best.config)
+    assert second.note is not None
+    assert f"tried first what won in study {first.id[:8]}" in second.note
+
+
+def _odd_one_is_fastest(request: TrialRequest) -> TrialReport:
+    config = request.config
+    odd = (config.zero_stage, config.micro_batch_size, config.activation_checkpointing) == (3, 2, "full")
+    return sample_report(0.02 if odd else 0.1)
+
+
+@in_loop
 async def test_a_plan_probes_on_one_device_and_measures_nothing(any_database: Database) -> None:
     launcher = FakeLauncher(count=1)
     study = await run(any_database, launcher, mode="plan", training={"global_batch_size": 64}, search={},
