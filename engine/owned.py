@@ -70,7 +70,8 @@ class Part:
     def store(self) -> None:
         """Write the master to the parameters."""
         if not self.is_parameters:
-            self._parameters.copy_(self.master)
+            # Offloaded ones too are read by the device next, which does so in order.
+            self._parameters.copy_(self.master, non_blocking=True)
 
 
 class HostPart(Part):

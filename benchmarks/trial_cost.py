@@ -1,0 +1,93 @@
+"""What a trial costs beside the steps that it measures, in warm workers and with a process group of its own.
+
+    python -m benchmarks.trial_cost [--json FILE] [--rounds N]
+
+The same trials of the benchmark GPT on two CPU ranks, in turns: in one group that stays, as a study runs them, and in a
+group that is started for each and closed after it, as tuners that relaunch do. Outside seconds are the wall time of a
+trial, from the order to the report, less its measured steps: set-up, warm-up steps and all that goes between processes;
+of a fresh group with its start and end. The suggestion, which `benchmarks.search` times, comes on top. The first trial
+in the warm group is left out. Ends with 1 where the median is 1.5 s or more, or a fresh group costs less than 5 times
+as much.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from autotune.scheduler.launcher.local import LocalLauncher
+from benchmarks import report
+from benchmarks.trials import DEADLINE_SECONDS, trial
+from engine.config import TrainConfig
+from engine.report import MeasurePolicy, TrialReport, TrialRequest
+from engine.spec import GptSpec
+
+MODEL = GptSpec(kind="gpt", layers=6, hidden=512, heads=8, vocab=8192, sequence_length=256)
+CONFIGS = tuple(TrainConfig(zero_stage=stage, micro_batch_size=2, precision=precision)
+                for stage in (0, 1, 3) for precision in ("fp32", "bf16"))
+POLICY = MeasurePolicy(max_steps=8)
+DEVICES = 2
+MOST_SECONDS = 1.5
+LEAST_FACTOR = 5.0
+
+
+async def cost(launcher: LocalLauncher, *, configs: Sequence[TrainConfig], rounds: int,
+               model: GptSpec = MODEL, policy: MeasurePolicy = POLICY) -> list[report.Row]:
+    """A row for each configuration and round, warm and fresh in turns.
+
+    Raises:
+        RuntimeError: a trial did not end well.
+    """
+    requests = [trial(model, config, policy, devices=DEVICES) for config in configs]
+    devices = launcher.devices()[:DEVICES]
+    warm = await launcher.start(devices)
+    rows: list[report.Row] = []
+    try:
+        await warm.run(requests[0], deadline_seconds=DEADLINE_SECONDS)
+        for number in range(rounds):
+            for request in requests:
+                begun = time.perf_counter()
+                found = await warm.run(request, deadline_seconds=DEADLINE_SECONDS)
+                in_warm = _outside(found, request, time.perf_counter() - begun)
+                begun = time.perf_counter()
+                group = await launcher.start(devices)
+                try:
+                    found = await group.run(request, deadline_seconds=DEADLINE_SECONDS)
+                finally:
+                    await group.close()
+                in_fresh = _outside(found, request, time.perf_counter() - begun)
+                rows.append({"round": number, "stage": request.config.zero_stage,
+                             "precision": request.config.precision, "warm s": in_warm, "fresh s": in_fresh,
+                             "fresh / warm": in_fresh / in_warm})
+    finally:
+        await warm.close()
+    return rows
+
+
+def _outside(found: object, request: TrialRequest, wall: float) -> float:
+    if not isinstance(found, TrialReport) or found.measurement is None:
+        raise RuntimeError(f"a trial of {request.config} did not end well: {found}")
+    return wall - sum(found.measurement.step_seconds)
+
+
+def summary(rows: Sequence[report.Row]) -> report.Row:
+    """Medians over all."""
+    return {name: median(float(row[name] or 0.0) for row in rows) for name in ("warm s", "fresh s", "fresh / warm")}
+
+
+def main() -> int:
+    parser = report.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="of each configuration (default: %(default)s)")
+    options = parser.parse_args()
+    rows = asyncio.run(cost(LocalLauncher(device_type="cpu"), configs=CONFIGS, rounds=options.rounds))
+    print(report.table(rows))
+    found = summary(rows)
+    print(f"\nmedian: {found['warm s']:.2f} s in warm workers, {found['fresh s']:.2f} s with a group of its own, "
+          f"{found['fresh / warm']:.1f} times as much")
+    report.write(rows, options.json)
+    return int(float(found["warm s"] or 0) >= MOST_SECONDS or float(found["fresh / warm"] or 0) < LEAST_FACTOR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
