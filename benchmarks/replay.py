@@ -29,8 +29,8 @@ MEGATRON_FILE = "vtrain_*.csv"
 MPT_FILE = "mpt_*.csv"
 
 MEGATRON_LAUNCH_SECONDS = 16e-6
-"""The host's time per operation, of the machine and software behind `MEGATRON_FILE`. It is not published; a study
-would measure it. Found from the files, where micro-batches are so small that devices wait."""
+"""The host's time per operation, of the machine and software behind `MEGATRON_FILE`. It is not published, but to be
+found from the files, where micro-batches are so small that devices wait."""
 
 _GPT2_VOCAB = 50_257
 _MPT_VOCAB = 50_368
