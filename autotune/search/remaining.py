@@ -10,19 +10,27 @@ from autotune.search.plan import Candidate, Plan, Terms
 from engine.config import TrainConfig
 from engine.report import Outcome
 
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-def remaining(plan: Plan, trials: Sequence[Trial]) -> dict[TrainConfig, Candidate]:
-    """The candidates that were not tried and are not bound to run out of memory, in the plan's order.
+
+def untried(plan: Plan, trials: Sequence[Trial]) -> Mask:
+    """Of the plan's candidates, those that were not tried and are not bound to run out of memory.
 
     A candidate that needs at least the memory, by every term, of a configuration that ran out of it would do so too.
     """
-    tried = {plan.canonical(trial.config) for trial in trials}
-    doomed = _doomed(plan, trials)
-    return {candidate.config: candidate for candidate, is_doomed in zip(plan.candidates, doomed, strict=True)
-            if not is_doomed and candidate.config not in tried}
+    left = ~_doomed(plan, trials)
+    tried = (plan.index.get(plan.canonical(trial.config)) for trial in trials)
+    left[[position for position in tried if position is not None]] = False
+    return left
 
 
-def _doomed(plan: Plan, trials: Sequence[Trial]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def remaining(plan: Plan, trials: Sequence[Trial]) -> dict[TrainConfig, Candidate]:
+    """The `untried` candidates by configuration, in the plan's order."""
+    return {candidate.config: candidate
+            for candidate, is_left in zip(plan.candidates, untried(plan, trials), strict=True) if is_left}
+
+
+def _doomed(plan: Plan, trials: Sequence[Trial]) -> Mask:
     found = np.zeros(len(plan.candidates), dtype=np.bool_)
     for trial in trials:
         if trial.outcome is None or not trial.outcome.is_out_of_memory:

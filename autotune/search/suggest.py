@@ -1,5 +1,6 @@
 """`suggest`: the next configuration to try, from a real Optuna sampler."""
 
+import heapq
 from collections.abc import Sequence
 
 import optuna
@@ -9,12 +10,14 @@ from optuna.trial import FrozenTrial
 
 from autotune.domain.request import SearchRequest
 from autotune.domain.study import Trial
+from autotune.search.arrays import plan_arrays
 from autotune.search.encoding import Encoding, Params, make_encoding
-from autotune.search.guided import POINT, GuidedSampler, guided_space
+from autotune.search.guided import POINT, GuidedSampler
 from autotune.search.history import told_trials
 from autotune.search.opening import opening
 from autotune.search.plan import Candidate, Plan
-from autotune.search.remaining import remaining
+from autotune.search.remaining import remaining, untried
+from autotune.search.stopping import is_worth_going_on
 from engine.config import TrainConfig
 
 _ASKS = {"tpe": 16, "gp": 3, "random": 64}
@@ -24,9 +27,12 @@ taken. Optuna never removes duplicates (24 of 40 on a space of 16 points)."""
 _STARTUP_TRIALS = 6
 """Random trials before a model is fitted; budgets are small."""
 
+_LATEST, _FASTEST = 70, 50
+"""Trials that `guided` learns from, so that a suggestion stays quick after many."""
+
 
 def suggest(plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> TrainConfig | None:
-    """The next configuration to try, None when nothing is left.
+    """The next configuration to try, None when none is left that is worth a trial (`stopping.why_nothing` says why).
 
     Deterministic in the plan, the trials and the seed. No configuration is suggested that was tried or runs, that does
     the same as one of these, or that needs at least the memory, by every term, of one that ran out of it.
@@ -37,15 +43,17 @@ def suggest(plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> Train
         trials: all of the study so far, running ones too.
         search: sampler and seed.
     """
+    if search.sampler == "guided":
+        return _guided(plan, trials, search)
     left = remaining(plan, trials)
     if not left:
         return None
-    if search.sampler in ("guided", "tpe", "gp"):
+    if search.sampler in ("tpe", "gp"):
         first = opening(plan, trials, left)
         if first is not None:
             return first
-    if search.sampler in ("grid", "guided"):
-        return _next_point(plan, trials, left, search)
+    if search.sampler == "grid":
+        return _next_of_grid(plan, trials, left, search)
     encoding = make_encoding(plan)
     if not encoding.axes:
         return next(iter(left))
@@ -92,23 +100,49 @@ def _nearest(encoding: Encoding, params: Params, left: dict[TrainConfig, Candida
     return min(left, key=lambda config: encoding.distance(params, config))
 
 
-def _next_point(plan: Plan, trials: Sequence[Trial], left: dict[TrainConfig, Candidate],
-                search: SearchRequest) -> TrainConfig:
+def _guided(plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> TrainConfig | None:
+    is_open = untried(plan, trials)
+    if not is_open.any():
+        return None
+    sampler = GuidedSampler(plan_arrays(plan), is_open, plan.tokens_per_step)
+    study, distributions = _study_of_points(plan, _telling(trials), sampler)
+    config = plan.candidates[_ask(study, distributions)[POINT]].config
+    return config if is_worth_going_on(plan, trials, search, sampler.expected_gain) else None
+
+
+def _telling(trials: Sequence[Trial]) -> Sequence[Trial]:
+    """The fastest and the latest, where there are too many to learn from all at once."""
+    if len(trials) <= _LATEST + _FASTEST:
+        return trials
+    older, latest = trials[:-_LATEST], trials[-_LATEST:]
+    measured = [trial for trial in older if trial.measurement is not None]
+    return [*heapq.nlargest(_FASTEST, measured, key=_measured_rate), *latest]
+
+
+def _measured_rate(trial: Trial) -> float:
+    assert trial.measurement is not None
+    return trial.measurement.tokens_per_second
+
+
+def _next_of_grid(plan: Plan, trials: Sequence[Trial], left: dict[TrainConfig, Candidate],
+                  search: SearchRequest) -> TrainConfig:
+    count = len(plan.candidates)
+    study, distributions = _study_of_points(plan, trials, GridSampler({POINT: list(range(count))}, seed=search.seed))
+    for _ in range(count):
+        config = plan.candidates[_ask(study, distributions)[POINT]].config
+        if config in left:
+            return config
+    return next(iter(left))
+
+
+def _study_of_points(plan: Plan, trials: Sequence[Trial], sampler: BaseSampler
+                     ) -> tuple[optuna.Study, dict[str, BaseDistribution]]:
     """For samplers that choose among the candidates themselves: each is one point, so that inactive knobs do not
     multiply the space."""
-    count = len(plan.candidates)
-    distributions: dict[str, BaseDistribution] = {POINT: IntDistribution(0, count - 1)}
+    distributions: dict[str, BaseDistribution] = {POINT: IntDistribution(0, len(plan.candidates) - 1)}
 
     def encode(config: TrainConfig) -> Params | None:
         position = plan.index.get(config)
         return None if position is None else {POINT: position}
 
-    told = told_trials(plan, trials, distributions, encode)
-    sampler = (GuidedSampler(guided_space(plan, left)) if search.sampler == "guided"
-               else GridSampler({POINT: list(range(count))}, seed=search.seed))
-    study = _rebuilt_study(sampler, told)
-    for _ in range(count - len(told)):
-        config = plan.candidates[_ask(study, distributions)[POINT]].config
-        if config in left:
-            return config
-    return next(iter(left))
+    return _rebuilt_study(sampler, told_trials(plan, trials, distributions, encode)), distributions

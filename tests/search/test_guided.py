@@ -1,22 +1,28 @@
 """The guided sampler: few trials, few of them out of memory, and how it learns what predictions are off by."""
 
+import dataclasses
 import math
 import random
+from time import process_time
 
 import numpy as np
 import optuna
 import pytest
+from numpy.typing import NDArray
 from optuna.samplers import BaseSampler
 from optuna.trial import TrialState, create_trial
 
 from autotune.domain.request import SearchRequest
-from autotune.search.guided import POINT, GuidedSampler, GuidedSpace, guided_space
+from autotune.search.arrays import Arrays, Levels, Place, make_arrays, plan_arrays
+from autotune.search.guided import POINT, GuidedSampler
 from autotune.search.plan import Plan
+from autotune.search.suggest import suggest
+from autotune.search.surrogate import learn
 from engine.config import TrainConfig
 from engine.report import Outcome
-from tests.search.support import MIB, search_with, study_plan, study_request
+from tests.search.support import MIB, finished, measurement, search_with, study_plan, study_request
 
-GUIDED = SearchRequest(sampler="guided")
+GUIDED = SearchRequest(sampler="guided", min_expected_gain=0)
 
 
 @pytest.fixture(scope="module")
@@ -67,64 +73,133 @@ def test_it_learns_that_memory_is_underestimated(plan: Plan) -> None:
     assert not [number for number in lost if number >= 12]
 
 
-def space(**changes: object) -> GuidedSpace:
-    fields = {"features": np.array([[0.0], [0.1], [1.0]]), "groups": ((slice(0, 1), 1.0),),
-              "log_rate": np.log([100.0, 99.0, 90.0]), "load": np.array([0.5, 0.5, 0.5]),
-              "open": np.array([True, True, True]), **changes}
-    return GuidedSpace(**fields)  # type: ignore[arg-type]
+def levels(name: str, *level: int, ordinal: bool = True) -> Levels:
+    count = max(level) + 1
+    return Levels(name=name, at=tuple(range(count)) if ordinal else None, count=count,
+                  level=np.array(level, dtype=np.intp))
 
 
-def asked(space_: GuidedSpace, *told: tuple[int, float | None]) -> int:
-    """The next point after trials (point, tokens per second; None: running)."""
-    study = optuna.create_study(direction="maximize", sampler=GuidedSampler(space_))
+def arrays(*seconds: float, loads: tuple[float, ...] = ()) -> Arrays:
+    """Candidates of which the last two resemble each other; loads are predicted bytes over their limit."""
+    made = make_arrays([levels("micro_batch_size", 0, 9, 10)], [{"forward": each} for each in seconds])
+    if not loads:
+        return made
+    memory = dataclasses.replace(made.time, terms=np.array(loads)[:, None], bias=0.05)
+    return dataclasses.replace(made, places=(Place(memory=memory, limit=0.0),))
+
+
+def asked(arrays_: Arrays, *told: tuple[int, float | None], is_open: tuple[bool, ...] = (True, True, True),
+          memory: float = -0.5) -> int:
+    """The next point after trials (point, step seconds; None: running)."""
+    study = optuna.create_study(direction="maximize", sampler=GuidedSampler(arrays_, np.array(is_open), 1.0))
     distribution = optuna.distributions.IntDistribution(0, 2)
-    for point, value in told:
-        state = TrialState.RUNNING if value is None else TrialState.COMPLETE
-        constraints = {} if value is None else {"memory": -0.5, "failure": 0.0}
-        study.add_trial(create_trial(state=state, value=value, params={POINT: point},
+    for point, seconds in told:
+        state = TrialState.RUNNING if seconds is None else TrialState.COMPLETE
+        constraints = {} if seconds is None else {"memory": memory, "failure": 0.0}
+        study.add_trial(create_trial(state=state, value=seconds and 1 / seconds, params={POINT: point},
                                      distributions={POINT: distribution}, constraints=constraints))
     return int(study.ask({POINT: distribution}).params[POINT])
 
 
+def after(arrays_: Arrays, told: dict[int, float]) -> NDArray[np.float64]:
+    """What is thought of each candidate's step seconds."""
+    return np.exp(learn(arrays_.time, [*told], np.log([*told.values()])).mean)
+
+
 class TestSampler:
     def test_it_is_an_optuna_sampler_that_starts_at_the_best_prediction(self) -> None:
-        assert isinstance(GuidedSampler(space()), BaseSampler)
-        assert asked(space()) == 0
+        assert isinstance(GuidedSampler(arrays(1, 2, 3), np.ones(3, dtype=np.bool_), 1.0), BaseSampler)
+        assert asked(arrays(2, 1, 3)) == 1
 
     def test_candidates_that_are_not_open_are_never_asked(self) -> None:
-        assert asked(space(open=np.array([False, False, True]))) == 2
+        assert asked(arrays(1, 2, 3), is_open=(False, False, True)) == 2
 
     def test_a_candidate_that_hardly_fits_gives_way(self) -> None:
-        assert asked(space(load=np.array([0.999, 0.5, 0.5]))) == 1
+        assert asked(arrays(1, 2, 3, loads=(0.99, 0.5, 0.5))) == 1
+
+    def test_where_nothing_surely_fits_the_likeliest_is_next(self) -> None:
+        assert asked(arrays(1, 2, 3, loads=(0.99, 0.98, 0.97))) == 2
+
+    def test_what_a_trial_needed_beyond_the_predicted_counts_for_others(self) -> None:
+        """Twice the predicted memory at point 1, and point 0 no longer fits; half of it, and it surely does."""
+        surprising = arrays(1, 4, 8, loads=(0.7, 0.4, 0.1))
+        left = (True, False, True)
+        assert asked(surprising, (1, 4.0), is_open=left, memory=-0.2) == 2
+        assert asked(surprising, (1, 4.0), is_open=left, memory=-0.8) == 0
+
+    def test_running_out_of_memory_counts_for_others(self) -> None:
+        close = arrays(1, 1.1, 8, loads=(0.5, 0.48, 0.1))
+        assert asked(close) == 0
+        assert asked(close, (0, 1.0), is_open=(False, True, True), memory=0.01) == 2
 
     def test_a_disappointment_counts_for_its_neighbours(self) -> None:
-        """Half of the predicted at point 0 speaks against point 1 beside it, not against point 2 far away."""
-        left = np.array([False, True, True])
-        assert asked(space(open=left), (0, 50.0)) == 2
+        """Point 1 lies beside 2."""
+        alike = arrays(1, 1.05, 1.05)
+        assert after(alike, {0: 1.0, 2: 1.05})[1] < after(alike, {0: 1.0, 2: 2.0})[1]
 
     def test_parallel_suggestions_keep_apart(self) -> None:
-        assert asked(space(), (0, None)) != 0
+        assert asked(arrays(1, 1.01, 1.01), (0, None)) != 0
 
 
-def test_inactive_knobs_and_categories_are_encoded(plan: Plan) -> None:
-    arrays = guided_space(plan, {})
-    assert arrays.features.shape[0] == len(plan.candidates)
-    assert arrays.features.min() == 0
-    assert arrays.features.max() == 1
-    assert not arrays.open.any()
-    assert len(arrays.groups) < arrays.features.shape[1]  # a category has a column per value
+def test_the_expected_gain_shrinks_as_the_best_is_found() -> None:
+    gains = []
+    for told in ((), ((0, 1.0),), ((0, 1.0), (1, 2.0), (2, 2.0))):
+        sampler = GuidedSampler(arrays(1, 2, 2), np.ones(3, dtype=np.bool_), 1.0)
+        study = optuna.create_study(direction="maximize", sampler=sampler)
+        distribution = optuna.distributions.IntDistribution(0, 2)
+        for point, seconds in told:
+            study.add_trial(create_trial(value=1 / seconds, params={POINT: point}, distributions={POINT: distribution},
+                                         constraints={"memory": -0.5, "failure": 0.0}))
+        study.ask({POINT: distribution})
+        gains.append(sampler.expected_gain)
+    assert gains[0] == math.inf
+    assert gains[0] > gains[1] > gains[2] > 0
+    assert gains[2] < 0.02
+
+
+class TestArrays:
+    def test_every_candidate_of_a_plan_has_its_terms_and_knobs(self, plan: Plan) -> None:
+        made = plan_arrays(plan)
+        assert made is plan_arrays(plan), "made once for each plan"
+        assert len(made) == len(plan.candidates)
+        seconds = [candidate.prediction.step_seconds for candidate in plan.candidates]
+        assert made.time.terms.sum(1) == pytest.approx(seconds)
+        device, host = made.places
+        assert device.memory.terms.sum(1) == pytest.approx(
+            [candidate.prediction.peak_device_bytes for candidate in plan.candidates])
+        assert host.memory.terms.sum(1) == pytest.approx(
+            [candidate.prediction.peak_host_bytes for candidate in plan.candidates])
+        assert device.limit == pytest.approx(math.log(400 * MIB))
+
+    def test_an_inactive_knob_has_no_effect(self) -> None:
+        knob = levels("offload_param", 0, 1, 2, ordinal=False)
+        active = Levels(name=knob.name, at=None, count=2, level=knob.level)
+        assert active.one_hot().tolist() == [[1, 0], [0, 1], [0, 0]]
+        assert covariances(active)[2].tolist() == [0, 0, 0]
+
+    def test_neighbouring_values_of_an_ordinal_knob_have_more_in_common(self) -> None:
+        found = covariances(levels("micro_batch_size", 0, 1, 2, 3))
+        assert np.diag(found) == pytest.approx(1)
+        assert found[0, 1] > found[0, 2] > found[0, 3] > 0
+
+    def test_stages_do_different_things_although_they_have_an_order(self) -> None:
+        assert covariances(levels("zero_stage", 0, 1, 2)) == pytest.approx(np.eye(3))
+
+    def test_a_candidate_whose_time_is_not_known_counts_as_one_in_the_middle(self) -> None:
+        made = make_arrays([], [{"forward": 1.0}, {}, {"forward": 4.0}, {"forward": 3.0, "optimizer": 2.0}])
+        assert made.time.terms.sum(1).tolist() == [1, 4, 4, 5]
+
+
+def covariances(knob: Levels) -> NDArray[np.float64]:
+    coordinates = knob.coordinates()
+    return coordinates @ coordinates.T
 
 
 def test_a_suggestion_is_quick_after_many_trials(plan: Plan) -> None:
-    """Only the latest of a thousand trials are fitted."""
-    from time import process_time
-
-    from autotune.search.suggest import suggest
-    from tests.search.support import finished, measurement
-
+    """Only the latest of a thousand trials are learnt from."""
     surface = Surface(plan, 1)
     trials = [finished(number, candidate.config, measurement(surface(candidate.config), surface(candidate.config)))
               for number, candidate in enumerate(plan.candidates[:1000])]
     begun = process_time()
     assert suggest(plan, trials, GUIDED) is not None
-    assert process_time() - begun < 10
+    assert process_time() - begun < 2

@@ -1,0 +1,153 @@
+"""Candidates as arrays, for a sampler that looks at all of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.search.encoding import make_encoding
+from autotune.search.plan import Plan
+from autotune.search.surrogate import Array, Prior, Trust, matern
+
+NOISE = 0.015
+"""Standard deviation of the logarithm of a measured step time."""
+_BIAS = 0.7
+"""Prior standard deviation of the logarithm of what all predictions are off by."""
+_TRUSTS = tuple((Trust(terms=terms, knobs=knobs, together=knobs / 4), belief)
+                for terms in (0.1, 0.4) for knobs, belief in ((0.02, 0.0), (0.06, 0.0), (0.15, -1.0)))
+_SMOOTH = 0.5
+"""Of an ordinal knob's effect, the part that neighbouring values have in common."""
+_IMPORTANCE = {"reduce_bucket_size": 0.2, "allgather_bucket_size": 0.2, "prefetch_bucket_size": 0.2,
+               "overlap_comm": 0.6}
+"""How large a knob's own effect may be beside that of others."""
+_RATES = {"precision": 1.0}
+"""How much a term's factor for one value of a category may be off, beside the term's own: each precision has a rate of
+its own, measured by itself."""
+_RATES_ELSE = 0.5
+_MECHANISMS = frozenset({"zero_stage"})
+"""Knobs with an order whose values still do different things, as categories do."""
+
+_MEMORY_TRUST = Trust(terms=0.35, knobs=0.001, together=0.0)
+_MEMORY_BIAS = 0.02
+_MEMORY_NOISE = 0.015
+_COUNTED = frozenset({"parameters", "gradients", "optimizer", "model_buffers"})
+_COUNTED_WEIGHT = 0.05
+"""How far terms of memory that are counted may be off, beside those that are estimated."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Levels:
+    """One knob as it is among the candidates.
+
+    Attributes:
+        at: position of each value, ascending from 0; None where values have no order.
+        count: how many values.
+        level: (n,) which value each candidate has; `count` where the knob does nothing.
+    """
+
+    name: str
+    at: tuple[int, ...] | None
+    count: int
+    level: NDArray[np.intp]
+
+    @property
+    def is_category(self) -> bool:
+        return self.at is None or self.name in _MECHANISMS
+
+    def one_hot(self) -> Array:
+        """(n, values)"""
+        found: Array = np.eye(self.count + 1)[self.level][:, :self.count]
+        return found
+
+    def coordinates(self) -> Array:
+        """(n, values) whose products are covariances of the values' effects; a knob that does nothing has none."""
+        covariance = np.eye(self.count)
+        if self.at is not None and not self.is_category:
+            places = np.array(self.at, dtype=np.float64)[:, None] / self.at[-1]
+            covariance = _SMOOTH * matern(places, places) + (1 - _SMOOTH) * covariance
+        return _IMPORTANCE.get(self.name, 1.0) * self.one_hot() @ np.linalg.cholesky(covariance)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Place:
+    """Where memory may run out.
+
+    Attributes:
+        memory: what is known of its bytes.
+        limit: its bytes' logarithm.
+    """
+
+    memory: Prior
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrays:
+    """
+    Attributes:
+        time: what is known of step seconds.
+        places: none where everything fits.
+    """
+
+    time: Prior
+    places: tuple[Place, ...]
+
+    def __len__(self) -> int:
+        return len(self.time.terms)
+
+
+def make_arrays(knobs: Sequence[Levels], seconds: Sequence[Mapping[str, float]]) -> Arrays:
+    """Candidates that all fit.
+
+    Args:
+        seconds: each candidate's predicted terms; none where its time is not known.
+    """
+    categories = np.hstack([np.zeros((len(seconds), 0)), *(
+        _RATES.get(knob.name, _RATES_ELSE) * knob.one_hot() for knob in knobs if knob.is_category)])
+    terms = _second_terms(seconds)
+    return Arrays(places=(), time=Prior(
+        terms=terms, weights=np.ones(terms.shape[1]), categories=categories,
+        knobs=tuple(knob.coordinates() for knob in knobs), bias=_BIAS, noise=NOISE,
+        trusts=_TRUSTS))
+
+
+@lru_cache(maxsize=8)
+def plan_arrays(plan: Plan) -> Arrays:
+    """The candidates of a plan, in its order; made once for each plan."""
+    arrays = make_arrays(_plan_levels(plan), [candidate.prediction.seconds for candidate in plan.candidates])
+    first = plan.candidates[0].prediction
+    return Arrays(time=arrays.time, places=tuple(
+        Place(memory=_memory(terms.astype(np.float64), [*names], arrays.time), limit=float(np.log(limit)))
+        for terms, names, limit in ((plan.device_terms, first.device_bytes, plan.limits.device_bytes),
+                                    (plan.host_terms, first.host_bytes, plan.limits.host_bytes))))
+
+
+def _memory(terms: Array, names: Sequence[str], time: Prior) -> Prior:
+    weights = np.array([_COUNTED_WEIGHT if name in _COUNTED else 1.0 for name in names])
+    return Prior(terms=terms, weights=weights, categories=time.categories, knobs=time.knobs, bias=_MEMORY_BIAS,
+                 noise=_MEMORY_NOISE, trusts=((_MEMORY_TRUST, 0.0),))
+
+
+def _second_terms(seconds: Sequence[Mapping[str, float]]) -> Array:
+    """(n, terms); where a candidate's are not known, the middle of the others' as a term of its own."""
+    names = list(dict.fromkeys(name for terms in seconds for name in terms))
+    known = [sum(terms.values()) for terms in seconds if terms]
+    unknown = median(known) if known else 1.0
+    found: Array = np.array([[*(terms.get(name, 0.0) for name in names), 0.0 if terms else unknown]
+                             for terms in seconds])
+    return found[:, found.any(axis=0)]
+
+
+def _plan_levels(plan: Plan) -> list[Levels]:
+    made = []
+    for axis in make_encoding(plan).axes:
+        knob = plan.space.knob(axis.name)
+        assert knob is not None
+        place = {value: number for number, value in enumerate(axis.values)}
+        level = [place.get(getattr(candidate.config, axis.name), len(place)) if knob.is_active(candidate.config)
+                 else len(place) for candidate in plan.candidates]
+        made.append(Levels(name=axis.name, at=axis.at, count=len(place), level=np.array(level, dtype=np.intp)))
+    return made

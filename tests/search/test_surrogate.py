@@ -1,0 +1,90 @@
+"""What trials teach about configurations that were not tried."""
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from autotune.search.surrogate import Posterior, Prior, Trust, learn
+
+EXACT = 0.001
+
+
+def prior(terms: list[list[float]], *, trust: Trust, categories: list[list[float]] | None = None,
+          knobs: list[NDArray[np.float64]] | None = None) -> Prior:
+    rows = np.array(terms, dtype=np.float64)
+    return Prior(terms=rows, weights=np.ones(rows.shape[1]), categories=np.array(categories or [[]] * len(rows)),
+                 knobs=tuple(knobs or ()), bias=0.001, noise=EXACT, trusts=((trust, 0.0),))
+
+
+def after(known: Prior, told: dict[int, float]) -> Posterior:
+    return learn(known, [*told], np.log([*told.values()]))
+
+
+TERMS_ONLY = Trust(terms=0.7, knobs=0.0, together=0.0)
+KNOBS_ONLY = Trust(terms=EXACT, knobs=0.3, together=0.0)
+
+
+def test_without_trials_the_prediction_stands() -> None:
+    found = after(prior([[1, 2], [3, 0]], trust=TERMS_ONLY), {})
+    assert np.exp(found.mean) == pytest.approx([3, 3])
+    assert found.deviation[1] > found.deviation[0] > 0, "two terms rarely err alike"
+
+
+class TestTerms:
+    def test_a_term_s_factor_counts_wherever_the_term_is(self) -> None:
+        """Three times as long where there is nothing else; so a sum of one and one is four."""
+        found = after(prior([[0, 1], [1, 1], [1, 0]], trust=TERMS_ONLY), {0: 3.0, 2: 1.0})
+        assert np.exp(found.mean) == pytest.approx([3, 4, 1], rel=0.02)
+        assert found.deviation[1] < 0.05
+
+    def test_factors_are_told_apart_from_sums(self) -> None:
+        """2 a + b = 5, a + 3 b = 5: a is 2, b is 1; measured exactly, although the logarithm of a sum is no sum."""
+        found = after(prior([[2, 1], [1, 3], [10, 0], [0, 10]], trust=TERMS_ONLY), {0: 5.0, 1: 5.0})
+        assert np.exp(found.mean[2:]) == pytest.approx([20, 10], rel=0.05)
+
+    def test_what_a_term_says_of_one_category_counts_less_for_another(self) -> None:
+        found = after(prior([[1], [1], [1]], trust=TERMS_ONLY, categories=[[1, 0], [1, 0], [0, 1]]), {0: 2.0})
+        assert np.exp(found.mean[1]) == pytest.approx(2, rel=0.01)
+        assert 1.2 < np.exp(found.mean[2]) < 1.9
+        assert found.deviation[2] > 10 * found.deviation[1]
+
+
+class TestKnobs:
+    def test_effects_of_two_knobs_multiply(self) -> None:
+        """Two values of two knobs: three corners tell the fourth."""
+        one, other = np.eye(2)[[0, 0, 1, 1]], np.eye(2)[[0, 1, 0, 1]]
+        found = after(prior([[1]] * 4, trust=KNOBS_ONLY, knobs=[one, other]), {0: 1.0, 1: 1.2, 2: 1.1})
+        assert math.exp(found.mean[3]) == pytest.approx(1.32, rel=0.03)
+
+    def test_what_knobs_do_together_is_not_known_from_each(self) -> None:
+        one, other = np.eye(2)[[0, 0, 1, 1]], np.eye(2)[[0, 1, 0, 1]]
+        together = Trust(terms=EXACT, knobs=0.3, together=0.3)
+        found = [after(prior([[1]] * 4, trust=trust, knobs=[one, other]), {0: 1.0, 1: 1.2, 2: 1.1}).deviation[3]
+                 for trust in (KNOBS_ONLY, together)]
+        assert found[1] > 0.1 > 3 * found[0]
+
+    def test_a_knob_that_does_nothing_has_no_effect(self) -> None:
+        knob = np.array([[1.0], [1.0], [0.0]])
+        found = after(prior([[1]] * 3, trust=KNOBS_ONLY, knobs=[knob]), {0: 2.0})
+        assert np.exp(found.mean) == pytest.approx([2, 2, 1], rel=0.01)
+
+
+def test_how_far_predictions_are_believed_is_learnt() -> None:
+    """Where six measurements agree with the predictions, the seventh is believed more than where they scatter."""
+    knob = np.eye(7)
+    known = prior([[1]] * 7, trust=KNOBS_ONLY, knobs=[knob])
+    known = Prior(terms=known.terms, weights=known.weights, categories=known.categories, knobs=known.knobs, bias=1.0,
+                  noise=EXACT, trusts=tuple((Trust(terms=EXACT, knobs=size, together=0), 0.0) for size in (0.02, 0.3)))
+    agreeing = after(known, dict.fromkeys(range(6), 1.0))
+    scattered = after(known, dict(enumerate((0.7, 1.4, 1.0, 0.6, 1.2, 1.5))))
+    assert agreeing.deviation[6] < 0.05
+    assert scattered.deviation[6] > 0.2
+
+
+def test_every_trial_makes_all_candidates_better_known() -> None:
+    random = np.random.default_rng(0)
+    known = prior(random.uniform(0.1, 2, (20, 3)).tolist(), trust=TERMS_ONLY)
+    deviations = [after(known, dict.fromkeys(range(count), 3.0)).deviation.max() for count in (0, 1, 3, 6)]
+    assert deviations == sorted(deviations, reverse=True)
