@@ -1,0 +1,1 @@
+"""How few trials each sampler needs: `python -m benchmarks.search`."""

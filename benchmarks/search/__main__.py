@@ -1,0 +1,125 @@
+"""How few trials each sampler needs to come close to the best configuration.
+
+    python -m benchmarks.search [--json FILE] [--samplers guided,tpe] [--studies N] [--first SEED]
+
+(a) Simulated surfaces, with seeds from SEED on, of which the samplers know a prediction that is off by up to 2 times in
+    everything it goes by. Regret: how much longer a step takes than at best.
+(b) Published measurements of Megatron-LM (`benchmarks.replay`), in groups of 10 or more configurations.
+(c) A grid of configurations of the bundled engine, all measured on one machine; --rebuild measures it again, which
+    takes some minutes and wants a quiet machine.
+(d) What a suggestion costs.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from statistics import fmean, median
+from time import perf_counter
+
+import optuna
+
+from autotune.domain.request import Sampler, SearchRequest
+from autotune.search.suggest import suggest
+from benchmarks import replay, report
+from benchmarks.search import grid, groups
+from benchmarks.search.problems import Problem, make_trial, run_study, summary
+from benchmarks.search.surfaces import large_surface, surface
+
+SAMPLERS: tuple[Sampler, ...] = ("guided", "tpe", "gp", "random", "grid")
+TRIALS = 20
+GRID_SEEDS = 5
+
+
+def options() -> argparse.Namespace:
+    parser = report.parser(__doc__)
+    parser.add_argument("--samplers", default=",".join(SAMPLERS), metavar="NAMES", help="all by default; gp is slow")
+    parser.add_argument("--studies", type=int, default=50, metavar="N", help="simulated surfaces (50)")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first surface (0)")
+    parser.add_argument("--rebuild", action="store_true", help="measure the grid again, and nothing else")
+    return parser.parse_args()
+
+
+def on_surfaces(samplers: list[Sampler], seeds: range) -> Iterator[report.Row]:
+    problems = [surface(seed) for seed in seeds]
+    for sampler in samplers:
+        scores = [run_study(problem, sampler, trials=TRIALS, seed=seed)
+                  for seed, problem in zip(seeds, problems, strict=True)]
+        yield {"part": "a", "sampler": sampler, **summary(scores)}
+
+
+def on_groups(samplers: list[Sampler]) -> Iterator[report.Row]:
+    large = [group for group in replay.groups() if len(group.runs) >= groups.LEAST_RUNS]
+    if not large:
+        print("left out: no published measurements in the folder that AUTOTUNE_REPLAY_DIR names")
+        return
+    yield _group_row("rule: most data parallelism, then micro-batch", [[groups.rule_regret(group)] for group in large])
+    for sampler in samplers:
+        yield _group_row(sampler, [groups.regrets(group, sampler) for group in large])
+
+
+def _group_row(name: str, found: list[list[float]]) -> report.Row:
+    means = {f"mean % after {trials}": 100 * fmean(regrets[min(trials, len(regrets)) - 1] for regrets in found)
+             for trials in (1, 3, 5)}
+    return {"part": "b", "sampler": name, "groups": len(found), **means}
+
+
+def on_grid(samplers: list[Sampler]) -> Iterator[report.Row]:
+    problem = grid.stored_problem()
+    if problem is None:
+        print(f"left out: {grid.FILE} is missing; make it with --rebuild")
+        return
+    for sampler in samplers:
+        seeds = range(1 if sampler == "guided" else GRID_SEEDS)
+        scores = [run_study(problem, sampler, trials=TRIALS, seed=seed) for seed in seeds]
+        yield {"part": "c", "sampler": sampler, "configurations": len(problem.plan.candidates),
+               "% after 5": 100 * median(score.after(5) for score in scores),
+               "% after 8": 100 * median(score.after(8) for score in scores),
+               "trials to 3 %": median(score.trials_to_within(0.03) for score in scores),
+               "trials to 2 %": median(score.trials_to_within() for score in scores)}
+
+
+def costs(samplers: list[Sampler]) -> Iterator[report.Row]:
+    problem = large_surface()
+    for sampler in samplers:
+        for trials in (10, 100, 1000):
+            if sampler != "gp" or trials <= 100:
+                yield {"part": "d", "sampler": sampler, "points": len(problem.plan.candidates), "trials": trials,
+                       "ms": 1e3 * suggestion_seconds(problem, sampler, trials)}
+
+
+def suggestion_seconds(problem: Problem, sampler: Sampler, trials: int) -> float:
+    """Median over a few suggestions after so many trials, the first one left out: a plan is made ready once."""
+    step = max(len(problem.plan.candidates) // trials, 1)
+    done = [make_trial(problem, number, problem.plan.candidates[number * step].config) for number in range(trials)]
+    search = SearchRequest(sampler=sampler, min_expected_gain=0)
+    return median(_seconds(lambda: suggest(problem.plan, done, search)) for _ in range(6))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = perf_counter()
+    call()
+    return perf_counter() - begun
+
+
+def main() -> int:
+    asked = options()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if asked.rebuild:
+        grid.FILE.parent.mkdir(exist_ok=True)
+        grid.FILE.write_text(grid.measure(rounds=2).model_dump_json(indent=1) + "\n")
+        return 0
+    samplers: list[Sampler] = asked.samplers.split(",")
+    rows: list[report.Row] = []
+    for part in (on_surfaces(samplers, range(asked.first, asked.first + asked.studies)), on_groups(samplers),
+                 on_grid(samplers), costs(samplers)):
+        found = list(part)
+        rows += found
+        if found:
+            print(report.table([{name: value for name, value in row.items() if name != "part"} for row in found]))
+            print(flush=True)
+    report.write(rows, asked.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""A search problem with a known answer, and a study of it without any device."""
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from statistics import median
+from typing import NamedTuple
+
+from autotune.domain.request import Sampler, SearchRequest
+from autotune.domain.study import Trial, TrialRole, TrialState
+from autotune.search.choose import finalists
+from autotune.search.plan import Plan
+from autotune.search.suggest import suggest
+from engine.config import TrainConfig
+from engine.report import Measurement, Outcome, PhaseSeconds, StateBytes
+
+WITHIN = 0.02
+"""A configuration this close to the best one counts as found."""
+_FINALISTS = 3
+_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
+
+
+class Truth(NamedTuple):
+    """What a configuration really needs, and what a trial of it would measure."""
+
+    step_seconds: float
+    measured_seconds: float
+    peak_device_bytes: int
+    peak_host_bytes: int
+
+
+class Problem(NamedTuple):
+    """
+    Attributes:
+        truth: of any configuration of the plan.
+        best_seconds: of the fastest candidate that fits.
+    """
+
+    name: str
+    plan: Plan
+    truth: Callable[[TrainConfig], Truth]
+    best_seconds: float
+
+
+class Score(NamedTuple):
+    """How one study went.
+
+    Attributes:
+        regrets: by number of trials less 1: how much longer a step takes than at best, with the best of the
+            finalists so far; infinite while none has been measured.
+        out_of_memory: trials that ran out of it.
+    """
+
+    regrets: tuple[float, ...]
+    out_of_memory: int
+
+    def after(self, trials: int) -> float:
+        return self.regrets[min(trials, len(self.regrets)) - 1]
+
+    def trials_to_within(self, regret: float = WITHIN) -> float:
+        """Trials until the regret is that small; infinite where it never is."""
+        return next((number for number, found in enumerate(self.regrets, start=1) if found <= regret), float("inf"))
+
+
+def make_problem(name: str, plan: Plan, truth: Callable[[TrainConfig], Truth]) -> Problem:
+    """Raises: ValueError where nothing fits."""
+    truths = (truth(candidate.config) for candidate in plan.candidates)
+    return Problem(name, plan, truth, min(true.step_seconds for true in truths if _fits(plan, true)))
+
+
+def run_study(problem: Problem, sampler: Sampler, *, trials: int, seed: int = 0) -> Score:
+    """The baseline, then what `suggest` says, as a study would, and the regret after each trial.
+
+    The regret is that of the best among the configurations measured fastest, because a study measures these again
+    until it can tell them apart.
+    """
+    search = SearchRequest(sampler=sampler, seed=seed, min_expected_gain=0)
+    done: list[Trial] = []
+    regrets: list[float] = []
+    while len(done) < trials:
+        config = suggest(problem.plan, done, search) if done else problem.plan.baseline
+        if config is None:
+            break
+        done.append(make_trial(problem, len(done), config))
+        regrets.append(min((problem.truth(done[number].config).step_seconds / problem.best_seconds - 1
+                            for number in finalists(done, _FINALISTS)), default=float("inf")))
+    lost = sum(trial.outcome is not None and trial.outcome.is_out_of_memory for trial in done)
+    return Score(tuple(regrets), lost)
+
+
+def summary(scores: Sequence[Score]) -> dict[str, float]:
+    """Percent and trials, over several studies."""
+    row = {f"% after {trials}": 100 * median(score.after(trials) for score in scores) for trials in (5, 10, 20)}
+    reached = sorted(score.trials_to_within() for score in scores)
+    return {**row, "trials to 2 %, median": median(reached), "90th percentile": reached[-(-9 * len(reached) // 10) - 1],
+            "out of memory": sum(score.out_of_memory for score in scores) / len(scores),
+            "studies without": sum(score.out_of_memory == 0 for score in scores) / len(scores)}
+
+
+def _fits(plan: Plan, true: Truth) -> bool:
+    return (true.peak_device_bytes <= plan.limits.device_bytes
+            and true.peak_host_bytes <= plan.limits.host_bytes)
+
+
+def make_trial(problem: Problem, number: int, config: TrainConfig) -> Trial:
+    """A trial as it would be stored."""
+    true, plan = problem.truth(config), problem.plan
+    outcome = Outcome.OK
+    if true.peak_device_bytes > plan.limits.device_bytes:
+        outcome = Outcome.OOM_DEVICE
+    elif true.peak_host_bytes > plan.limits.host_bytes:
+        outcome = Outcome.OOM_HOST
+    return Trial(
+        study_id="benchmark", number=number, state=TrialState.FINISHED, config=config, outcome=outcome,
+        role=TrialRole.SUGGESTED if number else TrialRole.BASELINE, prediction=plan.predict_or_none(config),
+        measurement=_measurement(plan, true) if outcome is Outcome.OK else None, started_at=_EPOCH, finished_at=_EPOCH)
+
+
+def _measurement(plan: Plan, true: Truth) -> Measurement:
+    rate = plan.tokens_per_step / true.measured_seconds
+    return Measurement(
+        step_seconds=(true.measured_seconds,) * 2, warmup_seconds=(), tokens_per_second=rate,
+        tokens_per_second_interval=(rate, rate), samples_per_second=rate / plan.model.tokens_per_sample,
+        peak_device_bytes=true.peak_device_bytes, peak_host_bytes=true.peak_host_bytes,
+        phases=PhaseSeconds(data=0.0, forward=0.0, backward=0.0, step=true.measured_seconds), losses=(),
+        state_bytes=StateBytes(parameters=0, gradients=0, optimizer=0, host=0),
+        world_size=plan.hardware.world_size, threads_per_rank=1, setup_seconds=0.0, compute_dtype="fp32")
