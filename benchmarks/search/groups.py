@@ -21,20 +21,20 @@ from autotune.search.knobs import positions
 from benchmarks.replay import Group, Run
 
 LEAST_RUNS = 10
-_SEEDS = 10
+TRIALS = 5
+_SEEDS: dict[Sampler, int] = {"random": 10, "tpe": 10, "gp": 2}
 _STARTUP_TRIALS = 2
 
 Values = Sequence[tuple[int, ...]]
 
 
 def regrets(group: Group, sampler: Sampler) -> list[float]:
-    """By number of trials less 1: how much longer the best step tried takes than the group's best; for samplers that
-    draw, the mean over some seeds."""
+    """By number of trials less 1, up to `TRIALS`: how much longer the best step tried takes than the group's best; for
+    samplers that draw, the mean over some seeds."""
     seconds = [run.measured_seconds for run in group.runs]
-    seeds = range(_SEEDS) if sampler in ("random", "tpe", "gp") else range(1)
-    orders = [_order(group, sampler, seed) for seed in seeds]
+    orders = [_order(group, sampler, seed) for seed in range(_SEEDS.get(sampler, 1))]
     return [fmean(min(seconds[point] for point in order[:count]) for order in orders) / min(seconds) - 1
-            for count in range(1, len(seconds) + 1)]
+            for count in range(1, len(orders[0]) + 1)]
 
 
 def rule_regret(group: Group) -> float:
@@ -44,10 +44,10 @@ def rule_regret(group: Group) -> float:
 
 
 def _order(group: Group, sampler: Sampler, seed: int) -> list[int]:
-    """The group's runs as a sampler tries them."""
+    """The first of the group's runs that a sampler tries."""
     seconds = [run.measured_seconds for run in group.runs]
     order: list[int] = []
-    while len(order) < len(seconds):
+    while len(order) < min(TRIALS, len(seconds)):
         match sampler:
             case "guided":
                 order.append(_guided_next(group, order))

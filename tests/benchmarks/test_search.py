@@ -1,0 +1,143 @@
+"""The problems that samplers are compared on, and how a study of one is scored."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from autotune.domain.request import Sampler
+from autotune.predict.parallel import Parallel
+from benchmarks.replay import Group, Run
+from benchmarks.search import grid, groups
+from benchmarks.search.problems import Problem, Score, Truth, make_problem, run_study, summary
+from benchmarks.search.surfaces import large_surface, surface
+from engine.config import TrainConfig
+from engine.report import Outcome
+from tests.search.support import MIB, hardware_profile, model_profile, study_plan, study_request
+
+SAMPLERS: tuple[Sampler, ...] = ("guided", "tpe", "random", "grid")
+
+
+def small_problem(*, limit: int | None = None) -> Problem:
+    """Stages 0 to 3 with micro-batches 1, 4 and 16; a step takes 1 s and 1 s more for every stage."""
+    plan = study_plan(study_request(space={"zero_stage": "auto", "micro_batch_size": [1, 4, 16]},
+                                    memory_limit_bytes=limit))
+    return make_problem("small", plan, lambda config: Truth(
+        step_seconds=1.0 + config.zero_stage, measured_seconds=1.0 + config.zero_stage,
+        peak_device_bytes=MIB * config.micro_batch_size, peak_host_bytes=0))
+
+
+class TestScores:
+    def test_the_regret_falls_to_nothing_once_the_best_is_tried(self) -> None:
+        for sampler in SAMPLERS:
+            score = run_study(small_problem(), sampler, trials=20)
+            assert len(score.regrets) == 12
+            assert list(score.regrets) == sorted(score.regrets, reverse=True)
+            assert score.regrets[0] in (0.0, 1.0, 2.0, 3.0)
+            assert score.after(20) == 0.0
+            assert score.trials_to_within() == score.regrets.index(0.0) + 1
+
+    def test_trials_that_run_out_of_memory_are_counted_and_win_nothing(self) -> None:
+        problem = small_problem()
+        tight = make_problem("tight", problem.plan, lambda config: Truth(
+            1.0, 1.0, problem.plan.limits.device_bytes + (1 if config.micro_batch_size > 1 else 0), 0))
+        score = run_study(tight, "grid", trials=20)
+        assert score.out_of_memory > 0
+        assert score.regrets[-1] == 0.0
+        assert run_study(tight, "grid", trials=1).regrets == (math.inf,)
+
+    def test_summaries_are_percent_and_take_the_ninth_of_ten(self) -> None:
+        scores = [Score(regrets=(0.5, 0.01 * number), out_of_memory=number % 2) for number in range(10)]
+        row = summary(scores)
+        assert row["% after 5"] == pytest.approx(4.5)
+        assert row["trials to 2 %, median"] == math.inf
+        assert row["out of memory"] == row["studies without"] == 0.5
+        reached = [Score(regrets=(0.5,) * number + (0.0,), out_of_memory=0) for number in range(10)]
+        assert summary(reached)["90th percentile"] == 9
+
+
+class TestSurfaces:
+    def test_a_seed_names_a_surface(self) -> None:
+        one, again, other = surface(0), surface(0), surface(2)
+        config = one.plan.candidates[100].config
+        assert one.truth(config) == again.truth(config) != other.truth(config)
+
+    @pytest.mark.parametrize("seed", [0, 1])
+    def test_predictions_are_off_by_about_what_is_said(self, seed: int) -> None:
+        problem = surface(seed)
+        assert len(problem.plan.candidates) > 3000
+        ratios = [problem.truth(candidate.config).step_seconds / (candidate.prediction.step_seconds or math.nan)
+                  for candidate in problem.plan.candidates[::50]]
+        assert 1 / 6 < min(ratios) < max(ratios) < 6
+        assert max(ratios) / min(ratios) > 1.2
+
+    def test_the_best_is_one_that_fits(self) -> None:
+        problem = surface(1)
+        truths = [problem.truth(candidate.config) for candidate in problem.plan.candidates]
+        limit = problem.plan.limits.device_bytes
+        assert problem.best_seconds == min(true.step_seconds for true in truths if true.peak_device_bytes <= limit)
+        assert any(true.peak_device_bytes > limit for true in truths)
+
+    def test_the_large_one_is_as_large_as_suggestions_are_timed_on(self) -> None:
+        assert len(large_surface().plan.candidates) >= 5000
+
+
+def group() -> Group:
+    """Two devices side by side or one model cut in two, each with micro-batches 1 to 8; measured as predicted."""
+    runs = []
+    for parallel in (Parallel(), Parallel(tensor=2)):
+        for size in (1, 2, 4, 8):
+            config = TrainConfig.model_validate({
+                "micro_batch_size": size, "gradient_accumulation_steps": 16 // (size * parallel.data(2))})
+            run = Run(name="small", model=model_profile(hidden=256, heads=4, vocab=4096), hardware=hardware_profile(
+                device_type="cuda"), config=config, parallel=parallel, measured_seconds=1.0)
+            runs.append(Run(name=run.name, model=run.model, hardware=run.hardware, config=config, parallel=parallel,
+                            measured_seconds=run.predicted_seconds))
+    return Group(devices=2, global_batch_size=16, name="small", runs=tuple(runs))
+
+
+class TestGroups:
+    def test_guided_begins_with_the_best_prediction(self) -> None:
+        assert groups.regrets(group(), "guided") == [0.0] * groups.TRIALS
+
+    def test_others_come_closer_with_every_trial(self) -> None:
+        for sampler in ("tpe", "random", "grid"):
+            found = groups.regrets(group(), sampler)  # type: ignore[arg-type]
+            assert found == sorted(found, reverse=True)
+            assert found[0] > 0
+
+    def test_the_rule_takes_most_data_parallelism_and_then_the_largest_micro_batch(self) -> None:
+        found = group()
+        picked = next(run for run in found.runs if run.parallel == Parallel() and run.config.micro_batch_size == 8)
+        best = min(run.measured_seconds for run in found.runs)
+        assert groups.rule_regret(found) == picked.measured_seconds / best - 1
+
+
+class TestGrid:
+    def test_without_its_file_there_is_no_problem(self, tmp_path: Path) -> None:
+        assert grid.stored_problem(tmp_path / "missing.json") is None
+
+    def test_it_is_searched_as_it_was_measured(self, tmp_path: Path) -> None:
+        """Every configuration measured twice: a trial sees the first, the mean of both is true."""
+        plan = study_plan(grid.REQUEST)
+        assert len(plan.candidates) >= 96
+        measured = [grid.Measured(config=candidate.config, outcomes=(Outcome.OK,) * 2, peak_host_bytes=(0, 0),
+                                  step_seconds=(1.0 + place, 2.0 + place), peak_device_bytes=(MIB, 2 * MIB))
+                    for place, candidate in enumerate(plan.candidates)]
+        measured[0] = measured[0].model_copy(update={"outcomes": (Outcome.OOM_DEVICE,), "step_seconds": ()})
+        stored = grid.Grid(request=grid.REQUEST, model=plan.model, hardware=plan.hardware, measured=tuple(measured))
+        file = tmp_path / "grid.json"
+        file.write_text(stored.model_dump_json())
+        problem = grid.stored_problem(file)
+        assert problem is not None
+        assert problem.best_seconds == 2.5
+        assert problem.truth(plan.candidates[3].config) == Truth(4.5, 4.0, 2 * MIB, 0)
+        assert problem.truth(plan.candidates[0].config).peak_device_bytes > plan.limits.device_bytes
+
+    def test_a_file_of_another_space_is_refused(self, tmp_path: Path) -> None:
+        plan = study_plan(grid.REQUEST)
+        file = tmp_path / "grid.json"
+        file.write_text(grid.Grid(request=grid.REQUEST, model=plan.model, hardware=plan.hardware,
+                                  measured=()).model_dump_json())
+        with pytest.raises(ValueError, match="measure it again"):
+            grid.stored_problem(file)
