@@ -141,7 +141,8 @@ def reduce_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
 
     With overlap two buckets are under way at once. Each takes its copy in the reduction's dtype, where that is not the
     gradients' own, and what is received; from stage 2 on, where no full gradients are kept, the bucket itself and the
-    one being filled come on top. A bucket is at least the largest parameter and at most the model.
+    one being filled come on top, also where that is more buckets than there are: those of the micro-batch before may be
+    under way yet. A bucket is at least the largest parameter and at most the model.
     """
     ranks = situation.world_size
     if ranks == 1:
@@ -158,7 +159,8 @@ def reduce_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
 
 
 def gather_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
-    """What the update needs: converted gradients of two buckets, and at stages 1 and 2 gathers through one buffer.
+    """What the update needs: converted gradients of two buckets, but for those converted on the host, and at stages 1
+    and 2 gathers through one buffer.
 
     Without overlap one such gather is under way at a time, else all of them.
     """
@@ -166,7 +168,7 @@ def gather_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
     converted = 0
     if _held_bytes(config) != _optimizer_element_bytes(config):
         bucket = shard(_bucket_elements(model, config), ranks if config.zero_stage >= 1 else 1)
-        converted = 2 * bucket * _optimizer_element_bytes(config)
+        converted = round(2 * bucket * (1 - config.offload_optimizer_ratio)) * _optimizer_element_bytes(config)
     if ranks == 1 or config.zero_stage not in (1, 2) or config.allgather_bucket_size <= config.reduce_bucket_size:
         return converted
     gathered = (model.trainable_parameters if config.overlap_comm

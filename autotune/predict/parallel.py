@@ -98,9 +98,8 @@ def activation_bytes(model: ModelProfile, config: TrainConfig, parallel: Paralle
     whole, cut, logits = saved_bytes(model, config, config.activation_checkpointing)
     stage = (whole + cut / parallel.tensor) * stage_blocks(model, parallel) / max(model.block_count, 1)
     under_way = min(parallel.pipeline, config.gradient_accumulation_steps)
-    last = stage + logits / parallel.tensor
-    kept = max(under_way * stage, last)
-    return ActivationPeak(entry.fixed + _cut(round(size * kept), 1), _cut(transient, parallel.tensor))
+    kept = max(under_way * stage, stage + logits / parallel.tensor)
+    return ActivationPeak(entry.fixed + math.ceil(size * kept), _cut(transient, parallel.tensor))
 
 
 def saved_bytes(model: ModelProfile, config: TrainConfig, checkpointing: Checkpointing) -> tuple[float, float, float]:

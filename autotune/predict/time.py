@@ -28,10 +28,10 @@ _HOST_BYTES_PER_SECOND = 10e9
 """Between an accelerator and its host, and of an optimizer step on the host, where nothing was measured."""
 
 _BLOCK_EXCHANGES = 4
-"""All-reduces of tensor parallelism per block: two in forward, two in backward (arXiv 1909.08053, figure 4). Those
-outside of blocks: of the embedding, and of the gradient that enters the blocks."""
+"""All-reduces of tensor parallelism per block: two in forward, two in backward (arXiv 1909.08053, figure 4)."""
 
 _OUTER_EXCHANGES = 2
+"""Those outside of blocks: of the embedding, and of the gradient that enters the last block."""
 
 _EXPOSED_ON_CPU = 0.5
 """As `Constants.exposed_share`: ranks on a CPU compute and communicate with the same cores."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autotune.predict import predict
 from autotune.search.knobs import KNOBS
 from engine.config import OptimizerConfig, TrainConfig
-from engine.profile import ModelProfile
+from engine.profile import ActivationBytes, ModelProfile
 from tests.search.support import MIB, hardware_profile, model_profile
 
 ADAMW = OptimizerConfig()
@@ -194,6 +194,16 @@ def test_for_a_small_model_with_large_buckets_stage_0_needs_least() -> None:
     peaks = [prediction(model, TrainConfig.model_validate({**config, "zero_stage": stage}),
                         optimizer=OptimizerConfig(name="sgd")).peak_device_bytes for stage in (0, 2)]
     assert peaks[0] < peaks[1]
+
+
+def test_gradients_converted_on_the_host_need_nothing_on_the_device() -> None:
+    """bf16 gradients of a step of one micro-batch become fp32 for the update, two buckets at a time."""
+    model = model_profile(activations=(ActivationBytes(checkpointing="none", precision="bf16", saved_per_sample=0,
+                                                       peak_per_sample=0),))
+    none, half, whole = (prediction(model, TrainConfig.model_validate({
+        "precision": "bf16", "offload_optimizer_ratio": ratio, "reduce_bucket_size": 2_000_000}), world_size=1,
+        device_type="cuda").device_bytes["buckets"] for ratio in (0.0, 0.5, 1.0))
+    assert (none, half, whole) == (2 * 2_000_000 * 4, 2_000_000 * 4, 0)
 
 
 def test_buckets_are_never_larger_than_the_model() -> None:
