@@ -6,7 +6,7 @@
     everything it goes by. Regret: how much longer a step takes than at best.
 (b) Published measurements of Megatron-LM (`benchmarks.replay`), in groups of 10 or more configurations.
 (c) A grid of configurations of the bundled engine, all measured on one machine; --rebuild measures it again, which
-    takes some minutes and wants a quiet machine.
+    takes about ten minutes and wants a quiet machine.
 (d) What a suggestion costs.
 """
 

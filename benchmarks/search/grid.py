@@ -33,13 +33,13 @@ FILE = Path(__file__).parents[1] / "data" / "search_grid.json"
 
 REQUEST = StudyRequest.model_validate({
     "name": "grid",
-    "model": {"kind": "gpt", "layers": 4, "hidden": 128, "heads": 4, "vocab": 2048, "sequence_length": 64},
+    "model": {"kind": "gpt", "layers": 2, "hidden": 128, "heads": 4, "vocab": 1024, "sequence_length": 64},
     "training": {"global_batch_size": 16}, "hardware": {"device": "cpu", "devices": 2},
     "search": {"space": {"zero_stage": [0, 1, 2, 3], "micro_batch_size": [1, 2, 4, 8], "precision": ["fp32", "bf16"],
                          "activation_checkpointing": ["none", "full"], "overlap_comm": [True, False]}}})
 """128 configurations, of which all should fit."""
 
-_POLICY = MeasurePolicy(min_steps=10, target_relative_interval=0.02, max_seconds=10)
+_POLICY = MeasurePolicy(min_steps=10, max_steps=20, target_relative_interval=0.02)
 
 
 class Measured(Value):

@@ -22,7 +22,7 @@ EXAMPLE = {
     "training": {"global_batch_size": 32, "optimizer": {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1},
                  "gradient_clipping": 1.0},
     "hardware": {"device": "auto", "devices": 2, "memory_limit_bytes": None},
-    "search": {"sampler": "tpe", "seed": 0, "space": {"zero_stage": [0, 1, 2, 3], "precision": ["bf16"]}},
+    "search": {"sampler": "guided", "seed": 0, "space": {"zero_stage": [0, 1, 2, 3], "precision": ["bf16"]}},
     "budget": {"max_trials": 20, "max_seconds": 600},
 }
 
