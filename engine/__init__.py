@@ -2,6 +2,12 @@
 
 `initialize` gives a `Trainer`. Its `save_checkpoint` and `load_checkpoint` are for going on; its `save_model`, and
 `load_model` here, for the trained model itself. `import engine` loads no torch: the first use of one of these does.
+
+To read it, begin with `trainer`: `initialize` lays the model out, `Trainer.backward` and `Trainer.step` are the main
+path. From there: `stages` say who keeps what (`stages.base` is their protocol), `gradients` goes from autograd to
+summed shards, `update` runs the optimizer on what this rank has `owned`, through `chunks` and `offload`; `collectives`
+and `transports` move bytes. `checkpoint`, `consolidate` and `model_file` save. `worker`, `trial`, `loop` and `memory`
+measure; `probe` and `calibrate` make profiles.
 """
 
 from importlib import import_module

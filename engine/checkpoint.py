@@ -101,10 +101,10 @@ def save_checkpoint(state: TrainingState, progress: Progress, path: Path) -> Non
 def load_checkpoint(state: TrainingState, path: Path, *, before_change: Callable[[], None]) -> Progress:
     """Read this rank's part into masters, optimizer states and buffers; the module computes with them afterwards.
 
+    Beside that part, at most three saved pieces (of `flat_shard.PIECE` elements) are in memory at a time.
+
     Args:
         before_change: called once the checkpoint is known to fit, before anything is changed.
-
-    Beside that part, at most three saved pieces (of `flat_shard.PIECE` elements) are in memory at a time.
 
     Raises:
         ConfigurationError: there is no checkpoint, it is damaged, or it is of another model or optimizer; the same on

@@ -32,7 +32,7 @@ SOCKETS = "ENGINE_SOCKETS"
 """Environment variable: set, ranks of one host talk through sockets too, as ranks of several do."""
 
 _open: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
-"""Of trainers that are not closed."""
+"""Of trainers; those of closed ones have no group."""
 
 _made: set[dist.ProcessGroup] = set()
 """Groups that `connect` made, and the last trainer closed destroys."""
@@ -72,7 +72,7 @@ class Ranks:
         self._shared = SharedCarrier(group, memory) if memory else None
         self._transport = PairwiseTransport(self._shared or SocketCarrier(group), size=self.size, rank=self.rank)
         _leave_gloo_at_exit()
-        tell_at_exit()  # registered last, it runs first: while the others can still hear
+        tell_at_exit()
 
     @property
     def shares_memory(self) -> bool:
@@ -223,8 +223,6 @@ class Ranks:
 
 def connect(device: torch.device, group: dist.ProcessGroup | None = None) -> Ranks:
     """The caller's process group, else one made from torchrun's environment variables, else a single rank."""
-    if not dist.is_available():
-        return Ranks(None, device=device)
     if group is not None or dist.is_initialized():
         return Ranks(group or dist.group.WORLD, device=device)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

@@ -1,7 +1,6 @@
 """What an exception in a rank means: the outcome of the trial, and whether it is the cause or only an echo."""
 
 import atexit
-import functools
 import re
 import sys
 import time
@@ -66,13 +65,13 @@ def describe(error: BaseException, rank: int) -> str:
     return f"rank {rank}: {name}: {text}" if text else f"rank {rank}: {name}"
 
 
-@functools.cache
 def tell_at_exit() -> None:
     """Have an exception that ends this process told to the other ranks, and one that is only an echo end it later.
 
     Launchers report the process that ends first, and stop the others. A rank that fails closes its connections before
     it has ended, and its peers would often be first.
     """
+    atexit.unregister(_tell)  # again: what is registered last runs first, while the others can still hear
     atexit.register(_tell)
 
 
@@ -88,6 +87,6 @@ def _tell() -> None:
             sys.stderr.write(f"rank {rank} stops because another failed: {store.get(_STORE_KEY).decode()}\n")
             sys.stderr.flush()
         else:
-            store.set(_STORE_KEY, describe(error, rank))
+            store.compare_set(_STORE_KEY, "", describe(error, rank))  # the first cause stays
     if echo:
         time.sleep(_LINGER_SECONDS)

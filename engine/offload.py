@@ -17,13 +17,13 @@ class HostMemory:
     Attributes:
         bytes: allocated by `empty`.
         peak_bytes: the most `bytes` has been, together with what `note` was told.
-        pinned: whether page-locked memory is to be had; False after the first refusal, and on CPU-only machines.
+        can_pin: whether page-locked memory is to be had; False after the first refusal, and on CPU-only machines.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.bytes = 0
         self.peak_bytes = 0
-        self.pinned = device.type != "cpu"
+        self.can_pin = device.type != "cpu"
 
     def empty(self, numel: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
         """A new (numel,) tensor on the host.
@@ -31,7 +31,7 @@ class HostMemory:
         Args:
             pinned: page-locked where the machine allows it, for what transfers read or write. Such memory is scarce.
         """
-        tensor = self._pinned(numel, dtype) if pinned and self.pinned else torch.empty(numel, dtype=dtype)
+        tensor = self._pinned(numel, dtype) if pinned and self.can_pin else torch.empty(numel, dtype=dtype)
         self.bytes += tensor.nbytes
         self.note()
         return tensor
@@ -44,7 +44,7 @@ class HostMemory:
         try:
             return torch.empty(numel, dtype=dtype, pin_memory=True)
         except RuntimeError:  # limits on locked memory, WSL, ...: slower transfers, nothing else
-            self.pinned = False
+            self.can_pin = False
             return torch.empty(numel, dtype=dtype)
 
 
@@ -58,7 +58,7 @@ class Transfers(Protocol):
         """Start copying a device tensor (n,) to the host, as it was at the last `begin`.
 
         Returns:
-            Waits and gives the host tensor, converted. One in use is overwritten when as many more were waited for.
+            Waits and gives the host tensor, converted; good until `in_use` others were waited for.
         """
 
     def store(self, source: Tensor, destination: Tensor) -> None:

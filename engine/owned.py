@@ -58,7 +58,7 @@ class Part:
         return self.master.data_ptr() == self._parameters.data_ptr()
 
     def receive(self, gradient: Tensor) -> None:
-        """Take the summed gradient (n,) of this part; a transfer starts here."""
+        """Take the summed gradient (n,) of this part."""
         self._gradient = lambda: gradient
 
     def take_gradient(self, *, divisor: float) -> Tensor:
@@ -70,7 +70,7 @@ class Part:
     def store(self) -> None:
         """Write the master to the parameters."""
         if not self.is_parameters:
-            # Offloaded ones too are read by the device next, which does so in order.
+            # The host never reads offloaded parameters; their next upload follows on the device.
             self._parameters.copy_(self.master, non_blocking=True)
 
 
@@ -85,6 +85,7 @@ class HostPart(Part):
         self._transfers = transfers
 
     def receive(self, gradient: Tensor) -> None:
+        """Its transfer starts here."""
         self._gradient = self._transfers.fetch(gradient, self.master.dtype)
 
     def store(self) -> None:

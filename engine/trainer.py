@@ -170,8 +170,11 @@ class Trainer:
     def step(self) -> StepResult:
         """End a micro-batch; at the last of an optimizer step, update the parameters. Collective.
 
+        When it fails on all ranks, the gradients of the step are dropped.
+
         Raises:
-            RuntimeError: there was no backward since the last call.
+            RuntimeError: there was no backward since the last call; the ranks do different things, parameters were
+                changed in place at stage 3, or gradients came after their reduction.
             FloatingPointError: fp16 gradients overflow in step after step, and the loss scale cannot fall.
         """
         if not self._uncounted:
@@ -181,21 +184,11 @@ class Trainer:
         if self._micro_batch < self.config.gradient_accumulation_steps:
             return StepResult(applied=False, grad_norm=None, loss_scale=scale, boundary=False)
         self._micro_batch = 0
-        self._stage.finish_reductions()
-        divisor = self.config.gradient_accumulation_steps * self.data_parallel_size * scale
-        used = agree_on_used(self._stage, self._ranks)
-        norm = self._norm(divisor)
-        overflow = self._scale.checks_overflow and norm is not None and not math.isfinite(norm)
-        if overflow:
-            self._stage.gradients.discard()
-            self.skipped_steps += 1
-        else:
-            try:
-                self._update.step(used=used, divisor=self._clipped(divisor, norm))
-            except Exception:
-                self._drop_after_failure()
-                raise
-            self.steps += 1
+        try:
+            overflow, norm = self._reduce_and_update(scale)
+        except Exception:
+            self._drop_after_failure()
+            raise
         self._stage.gradients.start_window()
         self._scale.update(overflow=overflow)
         return StepResult(applied=not overflow, grad_norm=norm if norm is not None and math.isfinite(norm) else None,
@@ -257,7 +250,7 @@ class Trainer:
     @property
     def host_is_pageable(self) -> bool:
         """Whether page-locked memory was asked for and refused, so that transfers are slower."""
-        return self.device.type != "cpu" and not self._host.pinned
+        return self.device.type != "cpu" and not self._host.can_pin
 
     def state_bytes(self) -> StateBytes:
         """Bytes really held, summed over distinct storages.
@@ -374,6 +367,21 @@ class Trainer:
             if parameter.requires_grad:
                 raise RuntimeError(f"parameter {name} was frozen when the engine laid it out, and cannot be trained "
                                    "now: initialize with it trainable, and freeze it until its time has come")
+
+    def _reduce_and_update(self, scale: float) -> tuple[bool, float | None]:
+        """The end of an optimizer step: (whether gradients overflowed, their norm where something needs it)."""
+        self._stage.finish_reductions()
+        divisor = self.config.gradient_accumulation_steps * self.data_parallel_size * scale
+        used = agree_on_used(self._stage, self._ranks)
+        norm = self._norm(divisor)
+        overflow = self._scale.checks_overflow and norm is not None and not math.isfinite(norm)
+        if overflow:
+            self._stage.gradients.discard()
+            self.skipped_steps += 1
+        else:
+            self._update.step(used=used, divisor=self._clipped(divisor, norm))
+            self.steps += 1
+        return overflow, norm
 
     def _drop_gradients(self) -> None:
         self._micro_batch = 0

@@ -91,9 +91,8 @@ def run_trial(
     reporter.baseline()
     loop = TrainingLoop(task, request.config, request.optimizer, seed=request.seed, context=context)
     trial = _Trial(request, context, reporter, loop, meter)
-    if context.world_size > 1 and context.device.type == "cpu":
-        loop.clock = _WatchedClock(loop.clock, meter)
-        trial.warm_up_hooks = _look_in_backward(loop, meter) if request.config.zero_stage else []
+    if context.world_size > 1 and context.device.type == "cpu" and request.config.zero_stage:
+        loop.clock, trial.warm_up_hooks = _WatchedClock(loop.clock, meter), _look_in_backward(loop, meter)
     trial.started = started
     trial.record.setup_seconds = time.perf_counter() - started
     trial.budget_seconds = deadline_seconds * _DEADLINE_SHARE
@@ -126,7 +125,8 @@ class _WatchedClock:
 
     def lap(self, phase: PhaseName) -> None:
         self._clock.lap(phase)
-        self._meter.look()
+        if phase != "data":
+            self._meter.look()
 
 
 @dataclass

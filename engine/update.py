@@ -23,7 +23,8 @@ class OwnedUpdate:
         host_ratio: share of each bucket's owned elements whose masters and states live on the host.
 
     Attributes:
-        host_seconds: of all steps so far, with something on the host: in the optimizer's own step there.
+        host_seconds: of all steps so far, with something on the host: in the optimizer's own step; on a CPU that of
+            what is not offloaded is in it, too.
         transfer_seconds: in waiting for what comes from the device, and in copies and conversions either way; what runs
             beside the host's step is not in it.
     """
@@ -36,7 +37,7 @@ class OwnedUpdate:
         # meanwhile. Only optimizers known to keep all state per parameter may be stepped so.
         indices = [[bucket.index] for bucket in stage.buckets]
         self._rounds = indices if is_stock(optimizer) else [[index for one in indices for index in one]]
-        in_use, upcoming = (sum(map(len, rounds)) for rounds in (self._rounds[:1], self._rounds[1:2]))
+        in_use, upcoming = len(self._rounds[0]), len(self._rounds[1]) if len(self._rounds) > 1 else 0
         self._transfers = make_transfers(device, host, in_use=in_use, upcoming=upcoming)
         offload = Offload(host_ratio, host, self._transfers, has_parameters=stage.host_parameter_bytes() > 0)
         self._parts = [make_parts(bucket, stage, groups, offload) for bucket in stage.buckets]
@@ -44,7 +45,6 @@ class OwnedUpdate:
         self._chunks: dict[Part, list[Chunk]] = {
             part: chunks_of(part, joins=is_stock(optimizer)) for part in self.parts}
         self._scales_in_kernel = scales_in_kernel(optimizer)
-        self._is_offloaded = any(part.on_host for part in self.parts)
         self.host_seconds = self.transfer_seconds = 0.0
 
     @property
@@ -76,14 +76,14 @@ class OwnedUpdate:
         hooks = StepHooks(self.optimizer)
         self._transfers.begin()
         with self._in_rounds():
-            upcoming = self._receive(self._rounds[0]) if self._rounds else []
+            upcoming = self._receive(self._rounds[0])
             for number in range(len(self._rounds)):
-                parts = upcoming
-                upcoming = self._receive(self._rounds[number + 1]) if number + 1 < len(self._rounds) else []
-                with hooks.in_round(first=number == 0, last=number + 1 == len(self._rounds)):
+                last = number + 1 == len(self._rounds)
+                parts, upcoming = upcoming, [] if last else self._receive(self._rounds[number + 1])
+                with hooks.in_round(first=number == 0, last=last):
                     self._step_optimizer(parts, used=used, divisor=divisor)
-                with self._transferring():
-                    for part in parts:
+                for part in parts:
+                    with self._transferring(part):
                         part.store()
                 for index in self._rounds[number]:
                     self._stage.gradients.use_up(self._stage.gradients.states[index])
@@ -139,10 +139,10 @@ class OwnedUpdate:
                 self.optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     @contextmanager
-    def _transferring(self) -> Iterator[None]:
+    def _transferring(self, part: Part) -> Iterator[None]:
         begun = perf_counter()
         yield
-        if self._is_offloaded:
+        if part.on_host:
             self.transfer_seconds += perf_counter() - begun
 
     def _receive(self, indices: Sequence[int]) -> list[Part]:
@@ -159,7 +159,7 @@ class OwnedUpdate:
     def _step_optimizer(self, parts: Sequence[Part], *, used: set[int] | None, divisor: float) -> None:
         members: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         for part in parts:
-            with self._transferring():
+            with self._transferring(part):
                 gradient = part.take_gradient(divisor=divisor)
             for chunk in self._chunks[part]:
                 members[chunk.group] += chunk.begin(self.optimizer, gradient, used)
@@ -170,7 +170,7 @@ class OwnedUpdate:
         try:
             self.optimizer.step()
         finally:
-            if self._is_offloaded:
+            if any(part.on_host for part in parts):
                 self.host_seconds += perf_counter() - begun
             for part in parts:
                 for chunk in self._chunks[part]:

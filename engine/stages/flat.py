@@ -1,4 +1,4 @@
-"""What stages 0 to 2 share: every rank holds all parameters, as views of flat buckets."""
+"""What stages 0 to 2 share, and stage 3 where ranks share memory: parameters are views of flat buckets."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

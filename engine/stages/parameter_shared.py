@@ -30,8 +30,9 @@ class ParameterShared(GradientSharded):
         Raises:
             RuntimeError: parameters were changed other than by the engine: every rank did so in turn, to the same ones.
         """
-        changed = [managed.name for managed, version in self._versions.items()
-                   if managed.parameter._version != version]
+        versions = {managed: managed.parameter._version for managed in self._versions}
+        changed = [managed.name for managed, version in versions.items() if version != self._versions[managed]]
+        self._versions = versions  # told once: a load puts the values right
         if changed:
             raise RuntimeError(f"{', '.join(changed)}: changed in place at zero_stage 3, where all ranks would change "
                                "the same memory: change it before initialize, or load a checkpoint")

@@ -30,6 +30,7 @@ from tests.engine.training import (
     over_shared_memory,
     over_sockets,
     reference,
+    run_step,
     stages,
     start,
     train,
@@ -86,12 +87,35 @@ class SharesCheckpointed(nn.Module):
         self.enter = nn.Linear(FEATURES, 10)
         self.shared = nn.Linear(10, 10)
         self.leave = nn.Linear(10, 1)
+        self.checkpoints = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
         for _ in range(3):
-            x = torch.tanh(checkpoint(self.shared, x, use_reentrant=True))
+            x = torch.tanh(checkpoint(self.shared, x, use_reentrant=True) if self.checkpoints else self.shared(x))
         return self.leave(x)
+
+
+def _after_a_refused_step(stage: int) -> bool:
+    """Whether a step after it is that of a trainer that never saw it."""
+    setup = Setup(SharesCheckpointed, TrainConfig(zero_stage=stage, reduce_bucket_size=16))
+    weights = []
+    for refused in (True, False):
+        trainer = start(setup)
+        if refused:
+            with pytest.raises(RuntimeError, match="use_reentrant=True share"):
+                run_step(trainer, 0)
+        trainer.module.checkpoints = False
+        run_step(trainer, 1)
+        weights.append(trainer.consolidated_state_dict())
+        trainer.close()
+    return all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+@over_shared_memory
+@stages
+def test_gradients_of_a_refused_step_do_not_count(ranks: RanksOf, stage: int) -> None:
+    assert ranks(2).run(_after_a_refused_step, stage) == [True, True]
 
 
 @over_shared_memory

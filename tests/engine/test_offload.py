@@ -255,14 +255,14 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(monkeypatch: pytest.Monke
     host = HostMemory(torch.device("cuda"))
     tensor = host.empty(100, torch.float32)
     assert tensor.shape == (100,)
-    assert not host.pinned
+    assert not host.can_pin
     assert host.bytes == 400
 
 
 def test_scarce_memory_is_not_pinned_where_no_transfer_needs_it() -> None:
     host = HostMemory(torch.device("cuda"))
     host.empty(100, torch.float32, pinned=False)  # would be refused here
-    assert host.pinned
+    assert host.can_pin
     assert host.bytes == 400
 
 
@@ -271,4 +271,4 @@ def test_host_memory_remembers_its_peak() -> None:
     host.empty(10, torch.float32)
     host.note(also=100)
     host.note()
-    assert (host.bytes, host.peak_bytes, host.pinned) == (40, 140, False)
+    assert (host.bytes, host.peak_bytes, host.can_pin) == (40, 140, False)

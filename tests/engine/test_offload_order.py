@@ -116,7 +116,7 @@ class Timeline(TorchDispatchMode):
         if not places:
             self.unplaced |= results
         elif on_device:
-            self.unplaced -= results
+            self.unplaced -= results | {_place(tensor) for tensor, _ in used}
         else:
             self.on_host |= results
             self.unplaced -= results

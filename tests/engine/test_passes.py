@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,21 +201,29 @@ def test_a_parameter_is_not_changed_in_vain(change: Callable[[Tensor], object]) 
     trainer.close()
 
 
-def _change_and_step() -> str:
+def _change_and_step(path: str) -> tuple[str, bool]:
     trainer = start(Setup(Tower, TrainConfig(zero_stage=3)))
     run_step(trainer, 0)
+    trainer.save_checkpoint(path)
     with torch.no_grad():
         trainer.module.get_parameter("leave.weight").mul_(2)
     with pytest.raises(RuntimeError) as failure:
         run_step(trainer, 1)
+    trainer.load_checkpoint(path)
+    run_step(trainer, 1)
+    ours = trainer.consolidated_state_dict()
+    trainer.load_checkpoint(path)
+    run_step(trainer, 1)
+    same = all(torch.equal(ours[name], value) for name, value in trainer.consolidated_state_dict().items())
     trainer.close()
-    return str(failure.value)
+    return str(failure.value), same
 
 
 @over_shared_memory
-def test_a_parameter_in_common_memory_is_not_changed_by_every_rank(ranks: RanksOf) -> None:
-    for message in ranks(2).run(_change_and_step):
+def test_a_parameter_in_common_memory_is_not_changed_by_every_rank(ranks: RanksOf, tmp_path: Path) -> None:
+    for message, same in ranks(2).run(_change_and_step, str(tmp_path / "checkpoint")):
         assert message.startswith("leave.weight: changed in place at zero_stage 3")
+        assert same, "a checkpoint puts it right"
 
 
 def _vote_apart() -> tuple[list[int], list[int], list[bool], bool]:

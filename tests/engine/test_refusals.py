@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import engine.tasks
 from engine import TrainConfig, process, shared_memory
-from engine.collectives import Ranks, connect
+from engine.collectives import Ranks
 from engine.errors import ConfigurationError, TaskError
 from engine.precision import cast_floating
 from engine.probe import probe
@@ -153,12 +153,6 @@ def test_memory_that_the_host_does_not_give_is_refused_on_every_rank(monkeypatch
     monkeypatch.setattr(shared_memory.os, "ftruncate", refuse)
     with pytest.raises(RuntimeError, match=r"cannot map 4096 bytes that ranks share: rank 0: .*No space left"):
         memory.mirrored(4096)
-
-
-def test_without_torch_distributed_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_available", lambda: False)
-    ranks = connect(CPU)
-    assert (ranks.size, ranks.rank, ranks.gather_objects("x")) == (1, 0, ["x"])
 
 
 def _sum_of_odd() -> None:
