@@ -242,6 +242,8 @@ class _Trial:
             record.notes.append(f"gradients overflowed in {skipped} steps after the warm-up, which do not count")
         if self._loop.trainer.host_is_pageable:
             record.notes.append("host memory could not be page-locked: offload's transfers are slower for it")
+        elif self._context.device.type == "cpu" and self._loop.trainer.host_bytes:
+            record.notes.append("the device is the CPU: offloaded state lies in the same memory, page-locked nowhere")
         record.contended = self._is_contended(before)
 
     def _require_applied_steps(self) -> None:

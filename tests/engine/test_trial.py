@@ -143,6 +143,12 @@ def test_memory_that_could_not_be_page_locked_is_noted(monkeypatch: pytest.Monke
     assert "host memory could not be page-locked: offload's transfers are slower for it" in notes
 
 
+def test_offload_to_the_memory_that_the_device_has_is_noted() -> None:
+    note = "the device is the CPU: offloaded state lies in the same memory, page-locked nowhere"
+    assert note in _measured(GPT, zero_stage=1, offload_optimizer_ratio=0.5).notes
+    assert note not in _measured(GPT, zero_stage=1).notes
+
+
 @pytest.mark.parametrize(("policy", "steps"), [
     (MeasurePolicy(max_warmup_steps=1, min_steps=2, max_steps=30, target_relative_interval=10), 2),
     (MeasurePolicy(max_warmup_steps=1, min_steps=4, max_steps=30, target_relative_interval=10), 4),
