@@ -49,7 +49,8 @@ class SearchRequest(Value):
     finalists: Whole = Field(3, ge=1, le=10,
                              description="how many of the fastest are measured again before one wins")
     confirm_rounds: Whole = Field(2, ge=0, le=10,
-                                  description="interleaved rounds in which finalists are measured again")
+                                  description="most interleaved rounds in which finalists are measured again; they end "
+                                  "once the winner is told from all others")
     min_expected_gain: Real = Field(0.01, ge=0, le=1, description="guided: the search ends once all trials left are "
                                     "expected to gain less than this share of throughput; 0: never")
     policy: MeasurePolicy = MeasurePolicy()

@@ -8,7 +8,7 @@ from autotune.domain.request import StudyRequest
 from autotune.domain.study import BestConfig, Progress, Study, StudyState, Trial, TrialRole, TrialState
 from autotune.domain.throughput import throughput
 from autotune.scheduler.fingerprints import training_fingerprint
-from autotune.search.choose import Choice, finalists
+from autotune.search.choose import Choice, choose, finalists
 from autotune.search.plan import Plan
 from engine.report import Outcome
 from engine.values import Value
@@ -18,6 +18,9 @@ FIRST_FEW = 3
 
 _HOPELESS = 1.1
 """Of the fastest step time so far: a trial that is surely slower will not be among the finalists that matter."""
+
+_LEAST_ROUNDS = 2
+"""Rounds below which nothing is known of how far they scatter."""
 
 _RESERVED_SHARE = 0.25
 """At most this share of the seconds is kept back from the search for measuring the finalists again."""
@@ -88,13 +91,21 @@ def contenders(request: StudyRequest, trials: Sequence[Trial]) -> list[int]:
 
 
 def next_repeat(request: StudyRequest, trials: Sequence[Trial]) -> Trial | None:
-    """Which finalist is measured next: round after round, every other round backwards, so that drift hits all alike."""
+    """Which finalist is measured next: round after round, every other round backwards, so that drift hits all alike.
+
+    None once the rounds asked for are over, or those so far tell the winner from all others.
+    """
     order = contenders(request, trials)
     waiting = [trial for trial in trials
                if trial.number in order and len(trial.repeats) < request.search.confirm_rounds]
     if not waiting or len(order) < 2:
         return None
     round_number = min(len(trial.repeats) for trial in waiting)
+    if round_number >= _LEAST_ROUNDS and len(waiting) == len(order) and all(
+            len(trial.repeats) == round_number for trial in waiting):
+        choice = choose(trials, among=order)
+        if choice is not None and not choice.tie_with:
+            return None
     direction = 1 if round_number % 2 == 0 else -1
     return min((trial for trial in waiting if len(trial.repeats) == round_number),
                key=lambda trial: direction * order.index(trial.number))

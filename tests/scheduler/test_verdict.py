@@ -98,6 +98,18 @@ def test_repeats_go_round_after_round_there_and_back() -> None:
     assert order == [1, 2, 0, 0, 2, 1, 1, 2, 0]
 
 
+def test_rounds_end_once_the_winner_is_told_from_all_others() -> None:
+    request = sample_request(search={"confirm_rounds": 5, "finalists": 2})
+    trials = [trial(0, 0.9), trial(1, 0.1), trial(2, 0.2)]
+    seconds = {0: 0.9, 1: 0.1, 2: 0.2}
+    order = []
+    while (chosen := next_repeat(request, trials)) is not None:
+        order.append(chosen.number)
+        again = sample_measurement(seconds[chosen.number])
+        trials[chosen.number] = chosen.model_copy(update={"repeats": (*chosen.repeats, again)})
+    assert order == [1, 2, 0, 0, 2, 1]
+
+
 def test_a_single_contender_needs_no_comparison() -> None:
     assert next_repeat(sample_request(), [trial(0), failed(1, "a")]) is None
 
