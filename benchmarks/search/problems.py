@@ -93,7 +93,7 @@ def summary(scores: Sequence[Score]) -> dict[str, float]:
     reached = sorted(score.trials_to_within() for score in scores)
     return {**row, "trials to 2 %, median": median(reached), "90th percentile": reached[-(-9 * len(reached) // 10) - 1],
             "out of memory": sum(score.out_of_memory for score in scores) / len(scores),
-            "studies without": sum(score.out_of_memory == 0 for score in scores) / len(scores)}
+            "share without": sum(score.out_of_memory == 0 for score in scores) / len(scores)}
 
 
 def _fits(plan: Plan, true: Truth) -> bool:

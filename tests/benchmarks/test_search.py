@@ -51,7 +51,7 @@ class TestScores:
         row = summary(scores)
         assert row["% after 5"] == pytest.approx(4.5)
         assert row["trials to 2 %, median"] == math.inf
-        assert row["out of memory"] == row["studies without"] == 0.5
+        assert row["out of memory"] == row["share without"] == 0.5
         reached = [Score(regrets=(0.5,) * number + (0.0,), out_of_memory=0) for number in range(10)]
         assert summary(reached)["90th percentile"] == 9
 
