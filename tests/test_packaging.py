@@ -47,10 +47,11 @@ def test_the_tests_run_with_the_pinned_torch(pins: dict[str, Version]) -> None:
 def test_makes_targets_are_the_documented_ones() -> None:
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
     assert re.findall(r"^make (\S+)", done.stdout, re.MULTILINE) == [
-        "setup", "demo", "test", "check", "bench-engine", "bench-NAME", "clean"]
+        "setup", "demo", "test", "coverage", "check", "bench-engine", "bench-NAME", "clean"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/engine.md"])
+@pytest.mark.parametrize("page", [
+    "README.md", "docs/architecture.md", "docs/engine.md", "docs/prediction.md", "docs/search.md"])
 def test_links_to_files_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
