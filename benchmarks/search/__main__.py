@@ -3,7 +3,7 @@
     python -m benchmarks.search [--json FILE] [--samplers guided,tpe] [--studies N] [--first SEED]
 
 (a) Simulated surfaces, with seeds from SEED on, of which the samplers know a prediction that is off by up to 2 times in
-    everything it goes by. Regret: how much longer a step takes than at best.
+    everything it goes by. Regret: how much longer a step takes than at best. Empty: not within 20 trials.
 (b) Published measurements of Megatron-LM (`benchmarks.replay`), in groups of 10 or more configurations.
 (c) A grid of configurations of the bundled engine, all measured on one machine; --rebuild measures it again, which
     takes about ten minutes and wants a quiet machine.
@@ -13,6 +13,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from math import inf
 from statistics import fmean, median
 from time import perf_counter
 
@@ -114,7 +115,7 @@ def main() -> int:
     rows: list[report.Row] = []
     for part in (on_surfaces(samplers, range(asked.first, asked.first + asked.studies)), on_groups(samplers),
                  on_grid(samplers), costs(samplers)):
-        found = list(part)
+        found = [{name: None if value == inf else value for name, value in row.items()} for row in part]
         rows += found
         if found:
             print(report.table([{name: value for name, value in row.items() if name != "part"} for row in found]))
