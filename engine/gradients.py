@@ -86,6 +86,7 @@ class GradientBuckets:
             reduce: whether its gradients, and those collected before, are reduced in it.
             eager: reduce each bucket as soon as it and all before it are complete; else the caller launches.
         """
+        self.finish()  # their rooms are needed again; meanwhile the others had a forward pass's time
         for state in self.states:
             state.missing = len(state.bucket.slots)
         self._in_pass, self._reducing, self._eager, self._next = True, reduce, eager, 0

@@ -104,8 +104,12 @@ def parameter_bytes(model: ModelProfile, config: TrainConfig, world_size: int) -
 
 
 def gradient_bytes(model: ModelProfile, config: TrainConfig, world_size: int) -> int:
-    """Gradients that are kept until the step. Sums over micro-batches are fp32, whatever the precision."""
-    elements = shard(model.trainable_parameters, world_size) if config.zero_stage >= 2 else model.trainable_parameters
+    """Gradients that are kept until the step. Sums over micro-batches are fp32, whatever the precision.
+
+    Stage 1 keeps whole ones over micro-batches only; with one, each bucket is reduced to a shard as soon as it is there.
+    """
+    whole = config.zero_stage < 2 and not _reduces_at_once(config)
+    elements = model.trainable_parameters if whole else shard(model.trainable_parameters, world_size)
     return elements * _held_bytes(config)
 
 
@@ -142,25 +146,47 @@ def reduce_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
     With overlap two buckets are under way at once. Each takes its copy in the reduction's dtype, where that is not the
     gradients' own, and what is received; from stage 2 on, where no full gradients are kept, the bucket itself and the
     one being filled come on top, also where that is more buckets than there are: those of the micro-batch before may be
-    under way yet. A bucket is at least the largest parameter and at most the model.
+    under way yet; stage 1 with one micro-batch is like that. A bucket is at least the largest parameter and at most the
+    model.
     """
     ranks = situation.world_size
     if ranks == 1:
         return 0
+    if situation.device_is_host:
+        return _room_bytes(situation, config)
     elements = _bucket_elements(situation.model, config)
     wire = BYTES_PER_ELEMENT[config.reduce_dtype]
     under_way = 2 if config.overlap_comm else 1
-    received = shard(elements * (ranks - 1), ranks) if situation.device_is_host else shard(elements, ranks)
-    if config.zero_stage == 0:
-        received = 0  # reduced in place
+    received = 0 if config.zero_stage == 0 else shard(elements, ranks)  # stage 0 reduces in place
     copied = elements if config.zero_stage < 2 and _held_bytes(config) != wire else 0
-    collected = elements * (under_way + 1) if config.zero_stage >= 2 else 0
+    collected = elements * (under_way + 1) if _reduces_at_once(config) else 0
     return wire * (under_way * (received + copied) + collected)
+
+
+def _room_bytes(situation: Situation, config: TrainConfig) -> int:
+    """Of ranks that share memory: rooms for the buckets under way and the one being filled, which are read where they
+    lie, and the sum of one on its way to those of earlier micro-batches.
+
+    Stage 0 sums in place, so its rooms hold gradients that are counted already; so do those of stage 1 that keep fp32
+    gradients over micro-batches, whose shards come on top.
+    """
+    model = situation.model
+    wire, held = BYTES_PER_ELEMENT[config.reduce_dtype], _held_bytes(config)
+    rooms = (3 if config.overlap_comm else 2) * _bucket_elements(model, config)
+    rooms_bytes = min(rooms, model.trainable_parameters) * wire
+    if _reduces_at_once(config) or held != wire:
+        return rooms_bytes + shard(_bucket_elements(model, config), situation.world_size) * held
+    return 0 if config.zero_stage == 0 else shard(model.trainable_parameters, situation.world_size) * held
+
+
+def _reduces_at_once(config: TrainConfig) -> bool:
+    """Whether no gradients are kept beside the shards and the buckets under way."""
+    return config.zero_stage >= 2 or (config.zero_stage == 1 and config.gradient_accumulation_steps == 1)
 
 
 def gather_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
     """What the update needs: converted gradients of two buckets, but for those converted on the host, and at stages 1
-    and 2 gathers through one buffer.
+    and 2 gathers through one buffer where ranks share no memory.
 
     Without overlap one such gather is under way at a time, else all of them.
     """
@@ -169,7 +195,8 @@ def gather_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
     if _held_bytes(config) != _optimizer_element_bytes(config):
         bucket = shard(_bucket_elements(model, config), ranks if config.zero_stage >= 1 else 1)
         converted = round(2 * bucket * (1 - config.offload_optimizer_ratio)) * _optimizer_element_bytes(config)
-    if ranks == 1 or config.zero_stage not in (1, 2) or config.allgather_bucket_size <= config.reduce_bucket_size:
+    in_place = ranks == 1 or situation.device_is_host or config.zero_stage not in (1, 2)
+    if in_place or config.allgather_bucket_size <= config.reduce_bucket_size:
         return converted
     gathered = (model.trainable_parameters if config.overlap_comm
                 else min(config.allgather_bucket_size, model.trainable_parameters))
