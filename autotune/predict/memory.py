@@ -106,7 +106,7 @@ def parameter_bytes(model: ModelProfile, config: TrainConfig, world_size: int) -
 def gradient_bytes(model: ModelProfile, config: TrainConfig, world_size: int) -> int:
     """Gradients that are kept until the step. Sums over micro-batches are fp32, whatever the precision.
 
-    Stage 1 keeps whole ones over micro-batches only; with one, each bucket is reduced to a shard as soon as it is there.
+    Stage 1 keeps whole ones over micro-batches only; with one, each bucket is reduced to a shard once it is there.
     """
     whole = config.zero_stage < 2 and not _reduces_at_once(config)
     elements = model.trainable_parameters if whole else shard(model.trainable_parameters, world_size)
