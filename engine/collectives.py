@@ -236,10 +236,12 @@ def connect(device: torch.device, group: dist.ProcessGroup | None = None) -> Ran
 
 @functools.cache
 def _leave_gloo_at_exit() -> None:
-    atexit.register(_leave_gloo)
+    atexit.register(_leave_gloo, os.getpid())
 
 
-def _leave_gloo() -> None:
+def _leave_gloo(owner: int) -> None:
+    if os.getpid() != owner:  # a forked child, which has not the parent's place among the ranks
+        return
     for ranks in list(_open):
         ranks.close()
     # A thread of gloo's may still hold a tensor of the last collective, and wait for the interpreter's lock to free it.

@@ -83,6 +83,10 @@ class OptimizerConfig(Value):
     def _fields_apply(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), not {self.betas}")
+        if self.betas != (0.9, 0.999) and self.name not in ("adamw", "adam", "radam"):
+            raise ValueError(f"betas do not apply to {self.name}: leave them out, or use adamw, adam or radam")
+        if self.eps != 1e-8 and self.name == "sgd":
+            raise ValueError("eps does not apply to sgd: leave it out")
         if self.momentum and self.name not in ("sgd", "rmsprop"):
             raise ValueError(f"momentum does not apply to {self.name}: leave it out, or use sgd or rmsprop")
         return self

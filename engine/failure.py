@@ -1,6 +1,7 @@
 """What an exception in a rank means: the outcome of the trial, and whether it is the cause or only an echo."""
 
 import atexit
+import os
 import re
 import sys
 import time
@@ -72,12 +73,12 @@ def tell_at_exit() -> None:
     it has ended, and its peers would often be first.
     """
     atexit.unregister(_tell)  # again: what is registered last runs first, while the others can still hear
-    atexit.register(_tell)
+    atexit.register(_tell, os.getpid())
 
 
-def _tell() -> None:
+def _tell(owner: int) -> None:
     error: BaseException | None = getattr(sys, "last_value", None)
-    if error is None:
+    if error is None or os.getpid() != owner:  # or a forked child's
         return
     echo = is_echo(error)
     with suppress(RuntimeError, ValueError):  # the group or its store is gone, or nothing comes

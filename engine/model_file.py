@@ -140,6 +140,8 @@ def _write(path: Path, layout: _Layout, tensors: Iterable[tuple[Tensor, Tensor]]
     if path.is_dir():
         raise ConfigurationError(f"path: {path} is a folder: name a file in it, such as {path / 'model.safetensors'}",
                                  fields=("path",))
+    if path.exists() and not path.is_file():
+        raise ConfigurationError(f"path: {path} is no regular file: name another", fields=("path",))
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
     try:

@@ -67,6 +67,13 @@ class Part:
         gradient, self._gradient = self._gradient().to(self.master.dtype), None
         return gradient.mul_(1 / divisor) if divisor != 1 else gradient
 
+    def take_over(self, piece: Slice) -> None:
+        """Have the master follow where a parameter has another value than `store` gave it."""
+        if not self.is_parameters:
+            given = self._parameters[piece.place].to(piece.tensor.device)
+            same = piece.tensor.to(given.dtype) == given
+            piece.tensor.copy_(torch.where(same, piece.tensor, given.to(piece.tensor.dtype)))
+
     def store(self) -> None:
         """Write the master to the parameters."""
         if not self.is_parameters:
@@ -173,6 +180,12 @@ def adopt(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> None:
                 optimizer.state[piece.tensor] = {key: _sliced(key, value, piece) for key, value in whole.items()}
     for group, members in zip(optimizer.param_groups, tensors, strict=True):
         group["params"] = members
+    optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
+
+
+def _refuse_group(*_: Any) -> None:
+    raise RuntimeError("the engine has laid out what its optimizer steps: groups are made by the factory given to "
+                       "initialize")
 
 
 def _sliced(key: str, value: Any, piece: Slice) -> Any:

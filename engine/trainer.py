@@ -19,7 +19,7 @@ from engine.checkpointing import require_wrappable, unwrap, wrap_inside, wrap_ou
 from engine.collectives import Ranks, connect
 from engine.config import OptimizerConfig, TrainConfig
 from engine.consolidate import TrainingState, consolidate
-from engine.errors import RANK_FAILURES
+from engine.errors import RANK_FAILURES, ConfigurationError
 from engine.model_file import save_model
 from engine.norm import agree_on_used, gradient_norm
 from engine.offload import HostMemory
@@ -73,6 +73,7 @@ def initialize(model: nn.Module, *, config: TrainConfig, optimizer: OptimizerCon
     """
     device = device or _default_device()
     require_precision(config, device)
+    _require_not_in_training(model)
     require_trainable(model)
     if blocks is None:
         blocks = find_blocks(model)
@@ -100,8 +101,9 @@ class Trainer:
     """A model in training on this rank, together with the other ranks. Made by `initialize`.
 
     Attributes:
-        module: the model; its parameters are the engine's, in the compute dtype. At stage 3 they are gathered when
-            something reads them, and what is changed of them in place is lost, or changed on all ranks.
+        module: the model; its parameters are the engine's, in the compute dtype. What is changed of them in place, on
+            every rank alike, the next step or save takes over; at stage 3, where they are gathered when something
+            reads them, it is refused. A forked child must not change them: their memory may be shared.
         optimizer: the torch optimizer, over this rank's 1-D slices of parameters; learning-rate schedulers attach here.
         config: as given.
         device: computing on.
@@ -152,6 +154,7 @@ class Trainer:
             ValueError: the loss is no scalar, or depends on no trainable parameter.
             RuntimeError: a parameter that was frozen when the model was laid out has become trainable.
         """
+        self._require_open()
         if loss.numel() != 1:
             raise ValueError(f"loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it, as by mean()")
         if not loss.requires_grad:
@@ -162,7 +165,7 @@ class Trainer:
         try:
             with self._stage.backward(reduce=last and not self._no_sync):
                 torch.autograd.backward(self._scale.apply(loss), retain_graph=retain_graph)
-        except Exception:
+        except BaseException:
             self._drop_after_failure()
             raise
         self._uncounted, self._no_sync_uncounted = True, self._no_sync
@@ -177,6 +180,7 @@ class Trainer:
                 changed in place at stage 3, or gradients came after their reduction.
             FloatingPointError: fp16 gradients overflow in step after step, and the loss scale cannot fall.
         """
+        self._require_open()
         if not self._uncounted:
             raise RuntimeError("step() ends a micro-batch, and there is none: call backward(loss) before it")
         scale = self._scale.value
@@ -186,7 +190,7 @@ class Trainer:
         self._micro_batch = 0
         try:
             overflow, norm = self._reduce_and_update(scale)
-        except Exception:
+        except BaseException:
             self._drop_after_failure()
             raise
         self._stage.gradients.start_window()
@@ -269,6 +273,7 @@ class Trainer:
 
         Loads into the plain module with strict=True. Tied parameters share memory as they do in the module's own.
         """
+        self._update.take_changed()
         with self._reading_state_dict():
             return consolidate(self._training_state())
 
@@ -286,6 +291,7 @@ class Trainer:
         Raises:
             ConfigurationError: it cannot be written there; names `path`. The same on every rank.
         """
+        self._update.take_changed()
         with self._reading_state_dict():
             save_model(self._training_state(), Path(path), DTYPES[precision])
 
@@ -296,6 +302,7 @@ class Trainer:
         Learning-rate schedulers, the data's place and random states are the caller's to save, as are gradients that no
         step has used yet: save after a step that was a boundary.
 
+        The folder is the checkpoint's alone: what else lies in it goes with the previous one.
         Whenever a save is cut off, by a kill or a loss of power, the previous checkpoint or the new one is there.
 
         Args:
@@ -305,6 +312,7 @@ class Trainer:
             ConfigurationError: something else is there, or nothing can be written there; names `path`. The same on
                 every rank.
         """
+        self._update.take_changed()
         progress = Progress(steps=self.steps, skipped_steps=self.skipped_steps, loss_scale=self._scale.state())
         save_checkpoint(self._training_state(), progress, Path(path))
 
@@ -354,6 +362,8 @@ class Trainer:
 
     def _before_load(self) -> None:
         self._drop_gradients()
+        with suppress(RuntimeError):  # what cannot be taken over, the load puts right
+            self._update.take_changed()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # forwards under way may still be copying offloaded parameters
 
@@ -361,6 +371,10 @@ class Trainer:
         if not self._may_read_state_dict:
             raise RuntimeError("at zero_stage 3 a module holds no whole parameters: call "
                                "trainer.consolidated_state_dict() on every rank")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the trainer is closed: call initialize again to train on")
 
     def _require_still_frozen(self) -> None:
         for name, parameter in self._frozen:
@@ -371,6 +385,7 @@ class Trainer:
     def _reduce_and_update(self, scale: float) -> tuple[bool, float | None]:
         """The end of an optimizer step: (whether gradients overflowed, their norm where something needs it)."""
         self._stage.finish_reductions()
+        self._update.take_changed()
         divisor = self.config.gradient_accumulation_steps * self.data_parallel_size * scale
         used = agree_on_used(self._stage, self._ranks)
         norm = self._norm(divisor)
@@ -427,6 +442,11 @@ class _OwnHook:
     def __reduce__(self) -> tuple[Any, ...]:
         self._require_copyable()
         return _OwnHook, (_nothing, _nothing)
+
+
+def _require_not_in_training(model: nn.Module) -> None:
+    if any(isinstance(hook, _OwnHook) for hook in model._forward_pre_hooks.values()):
+        raise ConfigurationError("the model is in training by another trainer: close that one first", fields=("model",))
 
 
 def _nothing(*_: Any) -> None:

@@ -71,7 +71,7 @@ class OwnedUpdate:
         """
         if self._scales_in_kernel and divisor != 1:
             # On the host: to there, optimizers copy it from a device without waiting for it to arrive.
-            self.optimizer.grad_scale = torch.tensor(divisor)  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32)  # type: ignore[attr-defined]
             divisor = 1
         hooks = StepHooks(self.optimizer)
         self._transfers.begin()
@@ -90,6 +90,16 @@ class OwnedUpdate:
                     self._stage.publish(self._stage.buckets[index])
         self._stage.finish_publishing()
         self._host.note(self.host_state_bytes())
+
+    @torch.no_grad()
+    def take_changed(self) -> None:
+        """Have masters follow what the user changed of the module's parameters."""
+        changed = self._stage.take_changed()
+        if changed:
+            for part in self.parts:
+                for piece in part.slices:
+                    if piece.managed.index in changed:
+                        part.take_over(piece)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -122,6 +132,7 @@ class OwnedUpdate:
 
     def close(self) -> None:
         self._parts, self._rounds, self._chunks = [], [], {}
+        self.optimizer.__dict__.pop("add_param_group", None)
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = []

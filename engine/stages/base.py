@@ -75,6 +75,13 @@ class Stage(Protocol):
     def finish_reductions(self) -> None:
         """Afterwards every trainable bucket's gradients are summed over ranks and micro-batches. Collective."""
 
+    def take_changed(self) -> set[int]:
+        """Indices of trainable parameters that the user changed since the last call, now where the stage has them.
+
+        Raises:
+            RuntimeError: where such a change cannot be taken over.
+        """
+
     def publish(self, bucket: Bucket) -> None:
         """Start giving all ranks this rank's updated elements. Called for every trainable bucket, in order."""
 

@@ -80,7 +80,7 @@ class FlatParameters:
         self.gradients.begin_pass(reduce=reduces)
         try:
             yield
-        except Exception:
+        except BaseException:
             with suppress(*RANK_FAILURES):  # this rank's own error tells more
                 self.gradients.end_pass()  # the others wait for its part
             raise
@@ -97,6 +97,22 @@ class FlatParameters:
             raise RuntimeError(f"gradients came again after they were reduced, for one or more of {names}: checkpoints "
                                "with use_reentrant=True share a parameter; set it to False")
         self.gradients.finish()
+
+    def take_changed(self) -> set[int]:
+        changed = set()
+        for bucket in self.buckets:
+            flat = self.flats[bucket.index]
+            start, width = flat.data_ptr(), flat.itemsize
+            for slot in bucket.slots:
+                index, parameter = slot.managed.index, slot.managed.parameter
+                if slot.numel and parameter.data_ptr() != start + slot.offset * width:
+                    slot.view(flat).copy_(parameter.detach())  # it was given other memory
+                    parameter.data = slot.view(flat)
+                elif parameter._version == self._versions[index]:
+                    continue
+                self._versions[index] = parameter._version
+                changed.add(index)
+        return changed
 
     def publish(self, bucket: Bucket) -> None:
         for batch in self._batches.get(bucket.index, ()):
@@ -142,6 +158,8 @@ class FlatParameters:
             if bucket.trainable and values.dtype != bucket.dtype:
                 self._masters[bucket.index] = values[self.owned(bucket)].clone()
             bucket.bind(flat)
+        self._versions = {slot.managed.index: slot.managed.parameter._version
+                          for bucket in buckets for slot in bucket.slots}
 
     def _wait_for_gathers(self) -> None:
         for pending in self._published:

@@ -142,7 +142,7 @@ class Gathering:
                                       finish=finish, ahead=self._ahead)
             try:
                 yield
-            except Exception:
+            except BaseException:
                 with suppress(*RANK_FAILURES):  # as where others failed too: this rank's own error tells more
                     self._end(together=ends_together)
                 raise

@@ -110,6 +110,10 @@ class ParameterSharded:
         self._unreduced = False
         self.gradients.finish()
 
+    def take_changed(self) -> set[int]:
+        """None: changing a parameter that is not gathered is refused, and what is gathered is dropped."""
+        return set()
+
     def publish(self, bucket: Bucket) -> None:
         """The shards are the parameters; who reads them next gathers them."""
 

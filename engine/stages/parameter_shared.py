@@ -23,20 +23,20 @@ class ParameterShared(GradientSharded):
     def place(self, buckets: Sequence[Bucket], context: StageContext) -> None:
         super().place(buckets, context)
         self.ranks.barrier()  # every shard was written
-        self._versions = {managed: managed.parameter._version for managed in context.parameters}
 
-    def finish_reductions(self) -> None:
-        """
+    def take_changed(self) -> set[int]:
+        """None can be.
+
         Raises:
-            RuntimeError: parameters were changed other than by the engine: every rank did so in turn, to the same ones.
+            RuntimeError: parameters were changed: every rank did so in turn, to the same ones.
         """
-        versions = {managed: managed.parameter._version for managed in self._versions}
-        changed = [managed.name for managed, version in versions.items() if version != self._versions[managed]]
-        self._versions = versions  # told once: a load puts the values right
+        changed = super().take_changed()
         if changed:
-            raise RuntimeError(f"{', '.join(changed)}: changed in place at zero_stage 3, where all ranks would change "
+            names = [slot.managed.name for bucket in self.buckets for slot in bucket.slots
+                     if slot.managed.index in changed]
+            raise RuntimeError(f"{', '.join(names)}: changed in place at zero_stage 3, where all ranks would change "
                                "the same memory: change it before initialize, or load a checkpoint")
-        super().finish_reductions()
+        return changed
 
     def write(self, bucket: Bucket, values: Tensor) -> None:
         self.parameters(bucket).copy_(values[self.owned(bucket)])

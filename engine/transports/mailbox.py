@@ -1,4 +1,4 @@
-"""Notes of two numbers between the ranks of one host, through memory that they share.
+"""Notes of three numbers between the ranks of one host, through memory that they share.
 
 Sending one is a store, and receiving one is looking for it. A message through gloo wakes threads on both sides, which
 on busy cores costs the better part of a millisecond.
@@ -9,6 +9,8 @@ import time
 
 from engine.errors import RankFailedError
 from engine.shared_memory import SharedMemory
+
+Note = tuple[int, int, int]
 
 _SLOTS = 1024
 """Notes from one rank to another that may be unread at once."""
@@ -39,7 +41,7 @@ class Mailbox:
         words = _HEADER + size * _SLOTS * _WORDS
         self._boxes = [segment.words() for segment in memory.mirrored(words * 8)]
         self._sent, self._expected, self._read = [0] * size, [0] * size, [0] * size
-        self._notes: list[dict[int, tuple[int, int]]] = [{} for _ in range(size)]  # read and not asked for yet
+        self._notes: list[dict[int, Note]] = [{} for _ in range(size)]  # read and not asked for yet
         self._fence = threading.Lock()
 
     def next_number(self, peer: int) -> int:
@@ -47,11 +49,11 @@ class Mailbox:
         self._sent[peer] += 1
         return self._sent[peer]
 
-    def send(self, peer: int, number: int, first: int, second: int) -> None:
+    def send(self, peer: int, number: int, note: Note) -> None:
         # Ranks send each other notes alike: who has come half a box further has read what it would overwrite next.
         self._read_up_to(peer, number - _SLOTS // 2)
         box, place = self._boxes[self._rank], _place(peer, number)
-        box[place + 1], box[place + 2] = first, second
+        box[place + 1], box[place + 2], box[place + 3] = note
         self._order()
         box[place] = number
 
@@ -60,7 +62,7 @@ class Mailbox:
         self._expected[source] += 1
         return self._expected[source]
 
-    def receive(self, source: int, number: int) -> tuple[int, int]:
+    def receive(self, source: int, number: int) -> Note:
         """Wait for a note.
 
         Raises:
@@ -91,7 +93,7 @@ class Mailbox:
             if box[place] != number:
                 self._wait_for(source, place, number)
             self._order()
-            self._notes[source][number] = box[place + 1], box[place + 2]
+            self._notes[source][number] = box[place + 1], box[place + 2], box[place + 3]
             self._read[source] = number
 
     def _wait_for(self, source: int, place: int, number: int) -> None:

@@ -95,7 +95,7 @@ class SharedCarrier:
             number, sending = self._mailbox.next_number(peer), None
             if segment == _ELSEWHERE:
                 sending = dist.isend(sent, group=self._group, group_dst=peer, tag=self._tag(number))
-            self._mailbox.send(peer, number, segment, first)
+            self._mailbox.send(peer, number, (segment, first, sent.nbytes))
             messages.append(_SharedMessage(self, source, self._mailbox.expect(source), like=sent, sending=sending,
                                            destination=None if destinations is None else destinations[step]))
         return messages
@@ -114,8 +114,14 @@ class SharedCarrier:
 
         Args:
             like: a tensor of the message's size and dtype.
+
+        Raises:
+            RuntimeError: the message is of another size.
         """
-        segment, first = self._mailbox.receive(source, number)
+        segment, first, size = self._mailbox.receive(source, number)
+        if size != like.nbytes:
+            raise RuntimeError(f"rank {source} sent {size} bytes where rank {self._rank} expected {like.nbytes}: the "
+                               "ranks do different things, such as one step more on one of them")
         if segment != _ELSEWHERE:
             return self._segments[segment][source].data[first:first + like.nbytes].view(like.dtype)
         values = torch.empty_like(like) if destination is None else destination
