@@ -180,7 +180,7 @@ def adopt(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> None:
                 optimizer.state[piece.tensor] = {key: _sliced(key, value, piece) for key, value in whole.items()}
     for group, members in zip(optimizer.param_groups, tensors, strict=True):
         group["params"] = members
-    optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
+    optimizer.add_param_group = _refuse_group  # type: ignore[assignment,method-assign]
 
 
 def _refuse_group(*_: Any) -> None:

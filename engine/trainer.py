@@ -71,6 +71,7 @@ def initialize(model: nn.Module, *, config: TrainConfig, optimizer: OptimizerCon
     Raises:
         ConfigurationError: the model, the optimizer and the configuration cannot be trained together; names the field.
     """
+    _require_kinds(config, optimizer)
     device = device or _default_device()
     require_precision(config, device)
     _require_not_in_training(model)
@@ -182,7 +183,8 @@ class Trainer:
         """
         self._require_open()
         if not self._uncounted:
-            raise RuntimeError("step() ends a micro-batch, and there is none: call backward(loss) before it")
+            raise RuntimeError("step() ends a micro-batch, and there is none: call trainer.backward(loss) before it, "
+                               "in place of loss.backward()")
         scale = self._scale.value
         self._end_micro_batch()
         if self._micro_batch < self.config.gradient_accumulation_steps:
@@ -442,6 +444,16 @@ class _OwnHook:
     def __reduce__(self) -> tuple[Any, ...]:
         self._require_copyable()
         return _OwnHook, (_nothing, _nothing)
+
+
+def _require_kinds(config: object, optimizer: object) -> None:
+    if not isinstance(config, TrainConfig):
+        raise ConfigurationError(f"config must be an engine.TrainConfig, not {type(config).__name__}: give "
+                                 "engine.TrainConfig(zero_stage=...)", fields=("config",))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError("optimizer must be made by the engine's parameters, not by the model's: give a "
+                                 f"factory, lambda every: {type(optimizer).__name__}(every, ...)",
+                                 fields=("optimizer",))
 
 
 def _require_not_in_training(model: nn.Module) -> None:

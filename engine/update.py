@@ -95,11 +95,10 @@ class OwnedUpdate:
     def take_changed(self) -> None:
         """Have masters follow what the user changed of the module's parameters."""
         changed = self._stage.take_changed()
-        if changed:
-            for part in self.parts:
-                for piece in part.slices:
-                    if piece.managed.index in changed:
-                        part.take_over(piece)
+        for part in self.parts if changed else ():
+            for piece in part.slices:
+                if piece.managed.index in changed:
+                    part.take_over(piece)
 
     @torch.no_grad()
     def publish(self) -> None:

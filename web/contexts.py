@@ -295,7 +295,7 @@ def progress_view(study: Study) -> ProgressView:
 
 def phase_steps(study: Study) -> tuple[PhaseStep, ...]:
     """The phases in order, each done, now or next. A finished study has done all; one that stopped, what it reached."""
-    order = list(StudyPhase)
+    order = [StudyPhase.PROBING] if study.request.mode == "plan" else list(StudyPhase)
     reached = order.index(study.phase) if study.phase else -1
     if study.state is StudyState.SUCCEEDED:
         reached = len(order)

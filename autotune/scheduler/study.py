@@ -327,7 +327,8 @@ def _choice(trials: Sequence[Trial], *, among: Sequence[int] | None) -> tuple[Ch
     choice = choose(trials, among=among)
     if choice is not None:
         return choice, True
-    return choose(_as_if_alone(trials), among=among), False
+    guess = choose(_as_if_alone(trials), among=among)
+    return guess and guess.model_copy(update={"confirmed": False}), False
 
 
 def _as_if_alone(trials: Sequence[Trial]) -> list[Trial]:

@@ -27,4 +27,4 @@ def why_nothing(plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> s
         return "space exhausted"
     left = max(plan.request.budget.max_trials - len(trials), 1)
     return (f"{left} more trial{'s' if left > 1 else ''} would be expected to gain less than "
-            f"{search.min_expected_gain:.3g} of throughput")
+            f"{100 * search.min_expected_gain:.3g} % of throughput")

@@ -64,6 +64,14 @@ def test_what_is_changed_in_place_is_taken_over(ranks: RanksOf, stage: int, chan
         assert all(value == pytest.approx(0.01, abs=2e-3) for value in values)
 
 
+@torch.no_grad()
+def _swap_and_back(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        backup = parameter.clone()
+        parameter.mul_(0.5)
+        parameter.copy_(backup)
+
+
 def _weights_around_a_swap() -> bool:
     """Averages of weights swapped in and out between steps change nothing, in no bit of the masters."""
     config = TrainConfig(precision="bf16", zero_stage=1)
@@ -73,11 +81,7 @@ def _weights_around_a_swap() -> bool:
         for step in range(3):
             run_step(trainer, step)
             if swaps:
-                backup = [parameter.detach().clone() for parameter in trainer.module.parameters()]
-                with torch.no_grad():
-                    for parameter, value in zip(trainer.module.parameters(), backup, strict=True):
-                        parameter.mul_(0.5)
-                        parameter.copy_(value)
+                _swap_and_back(trainer.module)
         results.append(trainer.consolidated_state_dict())
         trainer.close()
     return all(torch.equal(value, results[1][name]) for name, value in results[0].items())
@@ -206,3 +210,11 @@ def test_another_default_dtype_is_none_of_the_engines_business() -> None:
         torch.set_default_dtype(torch.float32)
     assert applied
     trainer.close()
+
+
+def test_what_other_engines_take_is_named() -> None:
+    model = built(Tower)
+    with pytest.raises(ConfigurationError, match=r"give a factory, lambda every: AdamW\(every"):
+        initialize(model, config=TrainConfig(), optimizer=torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"must be an engine\.TrainConfig, not dict"):
+        initialize(model, config={"zero_stage": 1})  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def test_a_search_ends_before_the_space_does_and_says_why(plan: Plan) -> None:
     assert min(seconds(plan, trial.config) for trial in trials) <= 1.01 * best
     assert suggest(plan, trials, search) is None
     assert why_nothing(plan, trials, search) == (
-        f"{20 - len(trials)} more trials would be expected to gain less than 0.01 of throughput")
+        f"{20 - len(trials)} more trials would be expected to gain less than 1 % of throughput")
 
 
 def test_the_more_gain_is_asked_for_the_sooner_it_ends(plan: Plan) -> None:
