@@ -32,7 +32,7 @@ MOST_SECONDS = 1.5
 LEAST_FACTOR = 5.0
 
 
-async def cost(launcher: LocalLauncher, *, configs: Sequence[TrainConfig], rounds: int,
+async def cost(*, configs: Sequence[TrainConfig], rounds: int,
                model: GptSpec = MODEL, policy: MeasurePolicy = POLICY) -> list[report.Row]:
     """A row for each configuration and round, warm and fresh in turns.
 
@@ -40,8 +40,9 @@ async def cost(launcher: LocalLauncher, *, configs: Sequence[TrainConfig], round
         RuntimeError: a trial did not end well.
     """
     requests = [trial(model, config, policy, devices=DEVICES) for config in configs]
-    devices = launcher.devices()[:DEVICES]
-    warm = await launcher.start(devices)
+    stays, starts = (LocalLauncher(device_type="cpu") for _ in range(2))  # one alone would not share its devices
+    devices = stays.devices()[:DEVICES]
+    warm = await stays.start(devices)
     rows: list[report.Row] = []
     try:
         await warm.run(requests[0], deadline_seconds=DEADLINE_SECONDS)
@@ -51,7 +52,7 @@ async def cost(launcher: LocalLauncher, *, configs: Sequence[TrainConfig], round
                 found = await warm.run(request, deadline_seconds=DEADLINE_SECONDS)
                 in_warm = _outside(found, request, time.perf_counter() - begun)
                 begun = time.perf_counter()
-                group = await launcher.start(devices)
+                group = await starts.start(devices)
                 try:
                     found = await group.run(request, deadline_seconds=DEADLINE_SECONDS)
                 finally:
@@ -80,7 +81,7 @@ def main() -> int:
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of each configuration (default: %(default)s)")
     options = parser.parse_args()
-    rows = asyncio.run(cost(LocalLauncher(device_type="cpu"), configs=CONFIGS, rounds=options.rounds))
+    rows = asyncio.run(cost(configs=CONFIGS, rounds=options.rounds))
     print(report.table(rows))
     found = summary(rows)
     print(f"\nmedian: {found['warm s']:.2f} s in warm workers, {found['fresh s']:.2f} s with a group of its own, "

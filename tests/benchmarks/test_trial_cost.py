@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from autotune.scheduler.launcher.local import LocalLauncher
 from benchmarks.trial_cost import POLICY, cost, summary
 from engine.config import TrainConfig
 from engine.spec import GptSpec
@@ -14,8 +13,7 @@ TINY = GptSpec(kind="gpt", layers=1, hidden=32, heads=1, vocab=64, sequence_leng
 
 def test_a_group_of_its_own_costs_more_than_a_warm_one() -> None:
     policy = POLICY.model_copy(update={"max_warmup_steps": 1, "min_steps": 2, "max_steps": 2})
-    (row,) = asyncio.run(cost(LocalLauncher(device_type="cpu"), configs=[TrainConfig(zero_stage=1)], rounds=1,
-                              model=TINY, policy=policy))
+    (row,) = asyncio.run(cost(configs=[TrainConfig(zero_stage=1)], rounds=1, model=TINY, policy=policy))
     assert (row["round"], row["stage"], row["precision"]) == (0, 1, "fp32")
     assert 0 < float(row["warm s"] or 0) < float(row["fresh s"] or 0)
     assert row["fresh / warm"] == pytest.approx(float(row["fresh s"] or 0) / float(row["warm s"] or 1))
