@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +24,19 @@ class TrainingState:
 
 
 @torch.no_grad()
-def consolidate(state: TrainingState) -> dict[str, Tensor]:
-    """The module's state dict with whole parameters, in fp32, in tensors of their own; tied ones share theirs."""
+def consolidate(state: TrainingState) -> dict[str, Any]:
+    """The module's state dict with whole parameters, in fp32, in tensors of their own; tied ones share theirs.
+
+    What modules add by `get_extra_state` is this rank's, as it is.
+    """
     values: dict[Tensor, Tensor] = {slot.managed.parameter: slot.view(full).clone()
                                     for bucket, full in whole_buckets(state) for slot in bucket.slots}
     for parameter in state.module.parameters():
         if parameter not in values:
             values[parameter] = parameter.detach().to(saved_dtype(parameter, torch.float32), copy=True)
     entries = state.module.state_dict(keep_vars=True)
-    return {name: values[value] if value in values else value.detach().clone() for name, value in entries.items()
-            if isinstance(value, Tensor)}
+    return {name: value if not isinstance(value, Tensor) else values[value] if value in values else
+            value.detach().clone() for name, value in entries.items()}
 
 
 def whole_buckets(state: TrainingState) -> Iterator[tuple[Bucket, Tensor]]:

@@ -70,7 +70,8 @@ def save_model(state: TrainingState, path: Path, dtype: torch.dtype) -> None:
 def load_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Load a saved model into a plain module, which keeps its own dtypes and devices.
 
-    Call it before `initialize`. Names and shapes must be the file's, tied parameters tied or not.
+    Call it before `initialize`. Names and shapes must be the file's, tied parameters tied or not. The file has no extra
+    state (`get_extra_state`): the module keeps its own.
 
     Raises:
         ConfigurationError: there is no such file, it is damaged, or it is of another model; names `path`.
@@ -83,14 +84,16 @@ def load_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise ConfigurationError(f"path: {os.fspath(path)} is no model that can be read: {error}",
                                  fields=("path",)) from error
     values.update({alias: values[name] for alias, name in notes.items() if name in values})
-    ours = {name: tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    present = model.state_dict()
+    ours = {name: tuple(value.shape) for name, value in present.items() if isinstance(value, Tensor)}
     theirs = {name: tuple(value.shape) for name, value in values.items()}
     differences = [f"{name} is {theirs.get(name, 'not')} there and {ours.get(name, 'not')} here"
                    for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     if differences:
         raise ConfigurationError(f"path: {os.fspath(path)} is of another model: {', '.join(differences[:3])}",
                                  fields=("path",))
-    model.load_state_dict(values, strict=True)
+    extra = {name: value for name, value in present.items() if not isinstance(value, Tensor)}
+    model.load_state_dict({**values, **extra}, strict=True)
 
 
 def _lay_out(module: nn.Module, dtype: torch.dtype) -> _Layout:

@@ -67,11 +67,14 @@ def place_rest(model: nn.Module, managed: Iterable[ManagedParameter], *, device:
 
 def place_buffers(model: nn.Module, *, device: torch.device, compute: torch.dtype) -> None:
     """Move buffers to the device, each in contiguous memory of its own; floating-point ones become the compute dtype,
-    except running statistics and rotary frequencies."""
+    except running statistics and rotary frequencies. One that modules share stays one."""
+    placed: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            keeps = not buffer.is_floating_point() or _keeps_statistics(module) or name in KEPT_BUFFERS
-            module._buffers[name] = buffer.to(device, buffer.dtype if keeps else compute).contiguous()
+            if buffer not in placed:
+                keeps = not buffer.is_floating_point() or _keeps_statistics(module) or name in KEPT_BUFFERS
+                placed[buffer] = buffer.to(device, buffer.dtype if keeps else compute).contiguous()
+            module._buffers[name] = placed[buffer]
 
 
 def rest_of(model: nn.Module, managed: Iterable[ManagedParameter]) -> list[Tensor]:

@@ -32,6 +32,10 @@ class Segment:
     data: Tensor
     _map: mmap.mmap
 
+    def part(self, start: int, size: int) -> Tensor:
+        """(size,) of its bytes, as a storage of its own: saving a tensor of them saves no others."""
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start) if size else self.data[:0]
+
     def words(self) -> "memoryview[int]":
         """It as 64-bit numbers, each of which is read and written whole."""
         return memoryview(self._map).cast("q")

@@ -270,7 +270,7 @@ class Trainer:
                           optimizer=device_states + host_states,
                           host=host_states + self._stage.host_parameter_bytes())
 
-    def consolidated_state_dict(self) -> dict[str, Tensor]:
+    def consolidated_state_dict(self) -> dict[str, Any]:
         """The whole model with plain names, on every rank, parameters in fp32 from the masters. Collective.
 
         Loads into the plain module with strict=True. Tied parameters share memory as they do in the module's own.

@@ -51,7 +51,7 @@ class SharedCarrier:
     def common(self, sizes: Sequence[int]) -> list[Tensor]:
         """Tensors of so many bytes that all ranks read and write. Collective."""
         self.bytes += _total(sizes) // self._size
-        return _cut(self._memory.common(_total(sizes)).data, sizes)
+        return _cut(self._memory.common(_total(sizes)), sizes)
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Make rooms of so many bytes for messages, in place of those there are. Collective, equal everywhere.
@@ -135,7 +135,7 @@ class SharedCarrier:
         """This rank's one of a new numbered segment for each rank, cut."""
         self._segments[number] = self._memory.mirrored(_total(sizes))
         self.bytes += _total(sizes)
-        return _cut(self._segments[number][self._rank].data, sizes)
+        return _cut(self._segments[number][self._rank], sizes)
 
     def _place(self, values: Tensor) -> tuple[int, int]:
         """(segment, first byte)."""
@@ -159,9 +159,9 @@ def _total(sizes: Sequence[int]) -> int:
     return sum(_aligned(size) for size in sizes) or _ALIGNMENT
 
 
-def _cut(segment: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def _cut(segment: Segment, sizes: Sequence[int]) -> list[Tensor]:
     ends = itertools.accumulate(_aligned(size) for size in sizes)
-    return [segment[end - _aligned(size):][:size] for size, end in zip(sizes, ends, strict=True)]
+    return [segment.part(end - _aligned(size), size) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _aligned(size: int) -> int:

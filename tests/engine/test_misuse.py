@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine import ConfigurationError, OptimizerConfig, TrainConfig
+from engine import ConfigurationError, OptimizerConfig, TrainConfig, load_model
 from engine.collectives import Ranks as EngineRanks
 from engine.collectives import _leave_gloo
 from engine.trainer import Trainer, initialize
@@ -218,3 +218,69 @@ def test_what_other_engines_take_is_named() -> None:
         initialize(model, config=TrainConfig(), optimizer=torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"must be an engine\.TrainConfig, not dict"):
         initialize(model, config={"zero_stage": 1})  # type: ignore[arg-type]
+
+
+class Counting(nn.Module):
+    """Keeps a note beside its parameters, and a buffer that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.seen = {"samples": 0}
+        shared = torch.ones(1)
+        for layer in self.layers:
+            layer.register_buffer("scale", shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["samples"] += len(x)
+        for layer in self.layers:
+            x = layer(x) * layer.scale
+        return x
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = dict(state)
+
+
+def test_extra_state_is_in_the_state_dict_and_a_shared_buffer_stays_shared(tmp_path: Path) -> None:
+    trainer = initialize(Counting(), config=TrainConfig(precision="bf16"))
+    trainer.backward(trainer(torch.ones(3, 8)).float().mean())
+    trainer.step()
+    trainer.module.layers[0].scale.fill_(2)
+    assert float(trainer.module.layers[1].scale) == 2
+    plain = Counting()
+    plain.load_state_dict(trainer.consolidated_state_dict(), strict=True)
+    assert plain.seen == {"samples": 3}
+    trainer.save_model(tmp_path / "model.safetensors")
+    trainer.close()
+    other = Counting()
+    load_model(other, tmp_path / "model.safetensors")
+    assert other.seen == {"samples": 0}
+    assert torch.equal(other.layers[0].weight, plain.layers[0].weight)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.norm(self.enter(x).float()).to(x.dtype))
+
+
+def _saved_plainly(stage: int, path: str) -> bool:
+    trainer = start(Setup(Normed, TrainConfig(zero_stage=stage, precision="bf16")))
+    run_step(trainer, 0)
+    file = f"{path}.{trainer.rank}"
+    torch.save(trainer.module.state_dict(), file)
+    loaded = torch.load(file)
+    same = all(torch.equal(loaded[name], value) for name, value in trainer.module.state_dict().items())
+    trainer.close()
+    return same
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_modules_own_state_dict_can_be_saved(ranks: RanksOf, stage: int, tmp_path: Path) -> None:
+    assert ranks(2).run(_saved_plainly, stage, str(tmp_path / "weights")) == [True, True]
