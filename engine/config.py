@@ -5,7 +5,7 @@ Names and meanings are the field's own (DeepSpeed, FSDP); sizes are in elements,
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine.errors import BatchSizeError
 from engine.values import Count, Precision, Real, Value, Whole
@@ -50,6 +50,13 @@ class TrainConfig(Value):
         if isinstance(data, dict) and data.get("reduce_dtype") is None:
             return {**data, "reduce_dtype": data.get("precision", "fp32")}
         return data
+
+    @field_validator("zero_stage", mode="before")
+    @classmethod
+    def _whole_stage(cls, value: Any) -> Any:
+        if isinstance(value, bool | float):
+            raise ValueError(f"must be 0, 1, 2 or 3, not {value!r}")
+        return value
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -1,18 +1,21 @@
 """Why the winner won: where its memory and time go, what binds, and what each knob would have cost. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from autotune.domain.prediction import Prediction
 from autotune.domain.study import BestConfig, Trial
 from autotune.domain.throughput import shown_throughput
-from autotune.predict import predict
+from autotune.search.arrays import plan_arrays
 from autotune.search.history import measured_rate
-from autotune.search.plan import Limits, limits_of
-from autotune.search.points import Knob, Space, reason_of
+from autotune.search.plan import Plan, make_plan
+from autotune.search.points import Knob, reason_of
 from autotune.search.space import parse_space
+from autotune.search.surrogate import learn
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome
 from engine.values import Value
@@ -43,7 +46,7 @@ class Step(Value):
 
     value: Any
     evidence: Evidence
-    tokens_per_second: float | None = Field(description="measured, or predicted and scaled to what the winner reached")
+    tokens_per_second: float | None = Field(description="measured, or expected from all trials of the study")
     change: float | None = Field(description="of throughput against the winner; -0.1: a tenth slower")
     trial_number: int | None = None
     detail: str = ""
@@ -75,9 +78,9 @@ def explain(best: BestConfig, trials: Sequence[Trial]) -> Explanation:
     winner = next(trial for trial in trials if trial.number == best.trial_number)
     assert winner.measurement is not None
     space = parse_space(best.request)
-    limits = limits_of(best.request, best.hardware_profile)
-    neighbours = _Neighbours(best, space, limits, {space.canonical(trial.config): trial for trial in trials})
-    prediction = neighbours.predict(best.config)
+    plan = make_plan(best.request, space, best.model_profile, best.hardware_profile)
+    neighbours = _Neighbours(best, plan, trials)
+    prediction = plan.predict_or_none(best.config)
     knobs = tuple(KnobEffect(name=knob.name, value=getattr(best.config, knob.name),
                              steps=tuple(neighbours.steps(knob)))
                   for knob in space.knobs if knob.is_active(best.config))
@@ -85,7 +88,7 @@ def explain(best: BestConfig, trials: Sequence[Trial]) -> Explanation:
         trial_number=best.trial_number, config=best.config,
         memory=Memory(predicted_bytes=prediction.device_bytes if prediction else {},
                       predicted_peak_bytes=prediction.peak_device_bytes if prediction else 0,
-                      measured_peak_bytes=best.peak_device_bytes, limit_bytes=limits.device_bytes),
+                      measured_peak_bytes=best.peak_device_bytes, limit_bytes=plan.limits.device_bytes),
         time=Time(predicted_seconds=prediction.seconds if prediction else {},
                   predicted_step_seconds=prediction.step_seconds if prediction else None,
                   measured_seconds=_phases(winner.measurement), measured_step_seconds=best.step_seconds),
@@ -100,16 +103,11 @@ def _phases(measurement: Measurement) -> dict[str, float]:
 class _Neighbours:
     """Configurations one knob away from the winner, and what is known of them."""
 
-    def __init__(self, best: BestConfig, space: Space, limits: Limits, tried: Mapping[TrainConfig, Trial]) -> None:
-        self._best, self._space, self._limits, self._tried = best, space, limits, tried
-        self._own = self.predict(best.config)
-
-    def predict(self, config: TrainConfig) -> Prediction | None:
-        best = self._best
-        try:
-            return predict(best.model_profile, best.hardware_profile, best.request.training.optimizer, config)
-        except KeyError:
-            return None
+    def __init__(self, best: BestConfig, plan: Plan, trials: Sequence[Trial]) -> None:
+        self._best, self._plan, self._space, self._limits = best, plan, plan.space, plan.limits
+        self._tried = {plan.canonical(trial.config): trial for trial in trials}
+        self._own = plan.predict_or_none(best.config)
+        self._expected = _expected_seconds(plan, trials)
 
     def steps(self, knob: Knob) -> Iterator[Step]:
         for value in _others(knob, getattr(self._best.config, knob.name)):
@@ -122,7 +120,7 @@ class _Neighbours:
             yield self._step(value, config)
 
     def _step(self, value: Any, config: TrainConfig) -> Step:
-        trial = self._tried.get(self._space.canonical(config))
+        trial = self._tried.get(self._plan.canonical(config))
         if trial is not None and trial.outcome in (Outcome.OK, Outcome.PRUNED):
             rate = shown_throughput(trial)
             tokens = rate.tokens_per_second if rate is not None else measured_rate(trial)
@@ -131,7 +129,7 @@ class _Neighbours:
         if trial is not None and trial.outcome is not None:
             return Step(value=value, evidence="failed", tokens_per_second=None, change=None, trial_number=trial.number,
                         detail=f"{trial.outcome.value}: {trial.detail.partition(chr(10))[0]}".rstrip(": "))
-        prediction = self.predict(config)
+        prediction = self._plan.predict_or_none(config)
         if prediction is None:
             return Step(value=value, evidence="impossible", tokens_per_second=None, change=None,
                         detail="the model could not be probed for it")
@@ -140,12 +138,27 @@ class _Neighbours:
                         detail=self._limits.excess(prediction))
         if prediction.step_seconds is None or self._own is None or not self._own.step_seconds:
             return Step(value=value, evidence="predicted", tokens_per_second=None, change=None)
-        rate_here = self._best.tokens_per_second * self._own.step_seconds / prediction.step_seconds
-        return self._at_rate(value, "predicted", rate_here, None)
+        ratio = self._own.step_seconds / prediction.step_seconds
+        place, own = (self._plan.index.get(self._plan.canonical(each)) for each in (config, self._best.config))
+        if self._expected is not None and place is not None and own is not None:
+            ratio = float(self._expected[own] / self._expected[place])
+        return self._at_rate(value, "predicted", self._best.tokens_per_second * ratio, None)
 
     def _at_rate(self, value: Any, evidence: Evidence, tokens_per_second: float, trial_number: int | None) -> Step:
         return Step(value=value, evidence=evidence, tokens_per_second=tokens_per_second, trial_number=trial_number,
                     change=tokens_per_second / self._best.tokens_per_second - 1)
+
+
+def _expected_seconds(plan: Plan, trials: Sequence[Trial]) -> NDArray[np.float64] | None:
+    """(candidates,) step seconds expected of each from its prediction and what the trials measured; None before any."""
+    measured = {place: rate for trial in trials if trial.outcome in (Outcome.OK, Outcome.PRUNED)
+                and (place := plan.index.get(plan.canonical(trial.config))) is not None
+                and (rate := measured_rate(trial)) is not None}
+    if not measured:
+        return None
+    seconds = np.log(plan.tokens_per_step / np.array([*measured.values()]))
+    expected: NDArray[np.float64] = np.exp(learn(plan_arrays(plan).time, [*measured], seconds).mean)
+    return expected
 
 
 def _others(knob: Knob, value: Any) -> Sequence[Any]:
