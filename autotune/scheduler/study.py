@@ -266,7 +266,7 @@ class StudyRun:
 
     async def _measure(self, plan: Plan, trial: Trial) -> tuple[TrialReport, str]:
         """Measure a configuration; once more where others used the devices meanwhile."""
-        hopeless = hopeless_step_seconds(trial, await self._trials())
+        hopeless = hopeless_step_seconds(self._request, trial, await self._trials())
         report, log = await self._measure_once(trial, hopeless)
         if (report.outcome in (Outcome.OK, Outcome.PRUNED) and report.measurement is not None
                 and report.measurement.contended):

@@ -111,12 +111,13 @@ def next_repeat(request: StudyRequest, trials: Sequence[Trial]) -> Trial | None:
                key=lambda trial: direction * order.index(trial.number))
 
 
-def hopeless_step_seconds(trial: Trial, trials: Sequence[Trial]) -> float | None:
+def hopeless_step_seconds(request: StudyRequest, trial: Trial, trials: Sequence[Trial]) -> float | None:
     """The mean step time from which on measuring a suggestion is a waste: well above that of the fastest so far.
 
-    None for trials that others are compared with, and for those measured again.
+    None for trials that others are compared with, for those measured again, and of a grid, which is to be measured
+    whole.
     """
-    if trial.role is not TrialRole.SUGGESTED or trial.state is TrialState.FINISHED:
+    if request.search.sampler == "grid" or trial.role is not TrialRole.SUGGESTED or trial.state is TrialState.FINISHED:
         return None
     rates = [rate.step_seconds for other in trials if (rate := throughput(other)) is not None]
     return _HOPELESS * min(rates) if rates else None
