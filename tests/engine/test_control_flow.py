@@ -325,11 +325,11 @@ def test_forward_keeps_its_signature(stage: int) -> None:
 @stages
 def test_a_step_needs_a_backward(stage: int) -> None:
     trainer = initialize(perceptron(), config=TrainConfig(zero_stage=stage, gradient_accumulation_steps=2))
-    with pytest.raises(RuntimeError, match="call backward"):
+    with pytest.raises(RuntimeError, match=r"call trainer\.backward"):
         trainer.step()
     trainer.backward(trainer(samples(0)[0]).sum())
     trainer.step()
-    with pytest.raises(RuntimeError, match="call backward"):
+    with pytest.raises(RuntimeError, match=r"call trainer\.backward"):
         trainer.step()
     trainer.close()
 

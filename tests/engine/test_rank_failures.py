@@ -133,7 +133,7 @@ def _end_with(errors: list[Exception | None]) -> tuple[str, float]:
     begun, sys.last_value = time.monotonic(), errors[dist.get_rank()]
     failure._LINGER_SECONDS = 0.5
     with contextlib.redirect_stderr(io.StringIO()) as written:
-        failure._tell()
+        failure._tell(os.getpid())
     del sys.last_value
     return written.getvalue(), time.monotonic() - begun
 
