@@ -17,7 +17,7 @@ FIRST_FEW = 3
 """So many trials that fail alike, the first of a study, end it: the baseline and two more."""
 
 _HOPELESS = 1.1
-"""Of the fastest step time so far: a trial that is surely slower will not be among the finalists that matter."""
+"""Of the fastest step time so far: a trial that is surely slower will not win."""
 
 _LEAST_ROUNDS = 2
 """Rounds below which nothing is known of how far they scatter."""
@@ -112,15 +112,18 @@ def next_repeat(request: StudyRequest, trials: Sequence[Trial]) -> Trial | None:
 
 
 def hopeless_step_seconds(request: StudyRequest, trial: Trial, trials: Sequence[Trial]) -> float | None:
-    """The mean step time from which on measuring a suggestion is a waste: well above that of the fastest so far.
+    """The mean step time from which on measuring a suggestion of `guided` is a waste: it would be no finalist, and is
+    well above the fastest so far.
 
-    None for trials that others are compared with, for those measured again, and of a grid, which is to be measured
-    whole.
+    None for trials that others are compared with, for those measured again, and while there are too few finalists.
+    The other samplers, which are there to compare with, measure all that they try.
     """
-    if request.search.sampler == "grid" or trial.role is not TrialRole.SUGGESTED or trial.state is TrialState.FINISHED:
+    if (request.search.sampler != "guided" or trial.role is not TrialRole.SUGGESTED
+            or trial.state is TrialState.FINISHED):
         return None
-    rates = [rate.step_seconds for other in trials if (rate := throughput(other)) is not None]
-    return _HOPELESS * min(rates) if rates else None
+    seconds = sorted(rate.step_seconds for other in trials if (rate := throughput(other)) is not None)
+    finalists = request.search.finalists
+    return max(_HOPELESS * seconds[0], seconds[finalists - 1]) if len(seconds) >= finalists else None
 
 
 def progress_of(request: StudyRequest, trials: Sequence[Trial], *, trials_total: int, elapsed_seconds: float,

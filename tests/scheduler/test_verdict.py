@@ -70,15 +70,16 @@ def test_the_search_leaves_seconds_for_measuring_again() -> None:
 
 
 def test_only_a_suggestion_can_be_too_slow_to_measure_on() -> None:
-    request = sample_request(search={"sampler": "guided"})
-    trials = [trial(0, 0.4), trial(1, 0.2), trial(2, None, outcome=Outcome.OOM_DEVICE)]
-    suggested = trial(3).model_copy(update={"state": TrialState.RUNNING, "outcome": None})
+    request = sample_request(search={"sampler": "guided", "finalists": 2})
+    trials = [trial(0, 0.4), trial(1, 0.2), trial(2, None, outcome=Outcome.OOM_DEVICE), trial(3, 0.21)]
+    suggested = trial(4).model_copy(update={"state": TrialState.RUNNING, "outcome": None})
     assert hopeless_step_seconds(request, suggested, trials) == pytest.approx(0.22)
-    assert hopeless_step_seconds(request, suggested, trials[2:]) is None
+    assert hopeless_step_seconds(request, suggested, trials[:3]) == pytest.approx(0.4), "the slower finalist"
+    assert hopeless_step_seconds(request, suggested, trials[1:3]) is None, "too few finalists"
     assert hopeless_step_seconds(request, trials[1], trials) is None, "measured again to be compared"
     default = suggested.model_copy(update={"role": TrialRole.DEFAULT})
     assert hopeless_step_seconds(request, default, trials) is None
-    grid = sample_request(search={"sampler": "grid"})
+    grid = sample_request(search={"sampler": "grid", "finalists": 2})
     assert hopeless_step_seconds(grid, suggested, trials) is None
 
 
