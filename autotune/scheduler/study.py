@@ -233,7 +233,9 @@ class StudyRun:
                 tx.best.put(best)
 
         await self._record.write(keep)
-        notes = [ended_by, None if clean else _CONTENDED_NOTE, set_aside(trials), reused_note(self._reused, plan)]
+        tried = {plan.canonical(trial.config) for trial in trials}
+        reused = [each for each in self._reused if each.config in tried]
+        notes = [ended_by, None if clean else _CONTENDED_NOTE, set_aside(trials), reused_note(reused, plan)]
         return Verdict(state=StudyState.SUCCEEDED, note="; ".join(note for note in notes if note))
 
     # One measurement
@@ -266,13 +268,14 @@ class StudyRun:
 
     async def _measure(self, plan: Plan, trial: Trial) -> tuple[TrialReport, str]:
         """Measure a configuration; once more where others used the devices meanwhile."""
-        hopeless = hopeless_step_seconds(self._request, trial, await self._trials())
+        trials = await self._trials()
+        hopeless = hopeless_step_seconds(self._request, trial, trials)
         report, log = await self._measure_once(trial, hopeless)
         if (report.outcome in (Outcome.OK, Outcome.PRUNED) and report.measurement is not None
                 and report.measurement.contended):
             report, second_log = await self._measure_once(trial, hopeless)
             log += second_log
-        return gated(report, trial.config, plan, await self._trials()), log
+        return gated(report, trial.config, plan, trials), log
 
     async def _measure_once(self, trial: Trial, hopeless: float | None) -> tuple[TrialReport, str]:
         training, budget = self._request.training, self._request.budget
