@@ -4,6 +4,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import engine
 from engine import ConfigurationError, TrainConfig
-from engine.process import reset_peak_resident, resident_memory
 from tests.engine.training import FEATURES, Awkward, RanksOf, Setup, Weights, perceptron, run_step, stages, start, wide
 
 
@@ -183,14 +184,14 @@ def _towers() -> nn.Module:
 
 def _bytes_to_save(path: Path) -> int:
     trainer = engine.initialize(_towers(), config=TrainConfig(zero_stage=3, reduce_bucket_size=2**20))
-    reset_peak_resident()
-    before = resident_memory().now
-    trainer.save_model(path)
-    peak = resident_memory().peak
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as allocations:
+        trainer.save_model(path)
     trainer.close()
-    return peak - before
+    changes = [event.nbytes() for event in allocations.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert any(changes)
+    return max(accumulate(changes))
 
 
 def test_no_rank_holds_the_whole_model_to_save_it(ranks: RanksOf, tmp_path: Path) -> None:
     for size in ranks(2).run(_bytes_to_save, tmp_path / "m"):
-        assert size < 4 * (4 * 2**20)  # of 16 such buckets
+        assert size <= 2 * (4 * 2**20)  # two of 16 such buckets
