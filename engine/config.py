@@ -3,7 +3,8 @@
 Names and meanings are the field's own (DeepSpeed, FSDP); sizes are in elements, as in DeepSpeed.
 """
 
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,6 +12,13 @@ from engine.errors import BatchSizeError
 from engine.values import Count, Precision, Real, Value, Whole
 
 Checkpointing = Literal["none", "selective", "full"]
+
+_OTHER_PRECISIONS: Mapping[str, Precision] = {
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "no": "fp32"}
+
+_OPTIMIZERS_FIELD = "it is the optimizer's: give it there"
+_GLOBAL_BATCH = ("it follows: micro_batch_size x gradient_accumulation_steps x ranks; give micro_batch_size and "
+                 "gradient_accumulation_steps")
 
 
 class TrainConfig(Value):
@@ -44,12 +52,43 @@ class TrainConfig(Value):
     hysteresis: Count = Field(2, description="fp16, dynamic: overflows since the scale last doubled before it halves")
     min_loss_scale: Real = Field(1.0, gt=0, description="fp16, dynamic: the scale's floor")
 
+    other_names: ClassVar[Mapping[str, str]] = {
+        "stage": "zero_stage", "zero": "zero_stage", "zero_optimization": "zero_stage",
+        "sharding_strategy": "give zero_stage: 3 for FULL_SHARD, 2 for SHARD_GRAD_OP, 0 for NO_SHARD",
+        "batch_size": "micro_batch_size", "per_device_train_batch_size": "micro_batch_size",
+        "train_micro_batch_size_per_gpu": "micro_batch_size", "micro_batch_size_per_gpu": "micro_batch_size",
+        "global_batch_size": _GLOBAL_BATCH, "train_batch_size": _GLOBAL_BATCH,
+        "gradient_accumulation": "gradient_accumulation_steps", "accumulation_steps": "gradient_accumulation_steps",
+        "grad_accum_steps": "gradient_accumulation_steps", "accumulate_grad_batches": "gradient_accumulation_steps",
+        "fp16": 'give precision "fp16"', "bf16": 'give precision "bf16"',
+        "mixed_precision": "precision", "dtype": "precision", "torch_dtype": "precision", "amp": "precision",
+        "communication_data_type": "reduce_dtype", "bucket_size": "reduce_bucket_size",
+        "allreduce_bucket_size": "reduce_bucket_size", "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+        "offload": "offload_optimizer_ratio", "cpu_offload": "offload_optimizer_ratio",
+        "offload_optimizer": "offload_optimizer_ratio", "offload_params": "offload_param",
+        "gradient_checkpointing": "activation_checkpointing", "checkpointing": "activation_checkpointing",
+        "torch_compile": "compile", "max_grad_norm": "gradient_clipping", "grad_clip": "gradient_clipping",
+        "clip_grad_norm": "gradient_clipping", "gradient_clip_val": "gradient_clipping",
+        **dict.fromkeys(("optimizer", "lr", "learning_rate", "weight_decay", "betas", "eps", "momentum"),
+                        _OPTIMIZERS_FIELD),
+    }
+
     @model_validator(mode="before")
     @classmethod
     def _reduce_dtype_follows_precision(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("reduce_dtype") is None:
-            return {**data, "reduce_dtype": data.get("precision", "fp32")}
+            precision = data.get("precision")
+            known = precision in get_args(Precision)  # else the precision alone is to blame
+            return {**data, "reduce_dtype": precision if known else "fp32"}
         return data
+
+    @field_validator("precision", "reduce_dtype", mode="before")
+    @classmethod
+    def _short_precision(cls, value: Any) -> Any:
+        meant = _OTHER_PRECISIONS.get(value) if isinstance(value, str) else None
+        if meant is not None:
+            raise ValueError(f"unknown precision {value!r}: did you mean {meant!r}?")
+        return value
 
     @field_validator("zero_stage", mode="before")
     @classmethod
@@ -85,6 +124,14 @@ class OptimizerConfig(Value):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: Real = Field(1e-8, gt=0)
     momentum: Real = Field(0.0, ge=0, lt=1, description="sgd and rmsprop only")
+
+    other_names: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "lr", "wd": "weight_decay", "l2": "weight_decay", "decay": "weight_decay",
+        "epsilon": "eps", "adam_epsilon": "eps", "type": "name", "optimizer": "name", "optim": "name", "kind": "name",
+        **dict.fromkeys(("beta", "beta1", "beta2", "adam_beta1", "adam_beta2"), "betas"),
+        **dict.fromkeys(("gradient_clipping", "max_grad_norm", "grad_clip", "clip_grad_norm"),
+                        "gradients are clipped by gradient_clipping, outside the optimizer"),
+    }
 
     @model_validator(mode="after")
     def _fields_apply(self) -> Self:

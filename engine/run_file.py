@@ -44,5 +44,6 @@ def load_run_file(path: Path) -> RunFile:
         problems = error.errors(include_url=False)
         fields = tuple(".".join(map(str, problem["loc"])) for problem in problems)
         named = zip(fields, problems, strict=True)
-        text = "; ".join(f"{field or 'file'}: {problem['msg']}" for field, problem in named)
+        text = "; ".join(f"{field or 'file'}: {problem['msg'].removeprefix('Value error, ')}"
+                         for field, problem in named)
         raise ConfigurationError(f"{path} is no run file of the engine: {text}", fields=fields) from error

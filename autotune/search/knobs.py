@@ -128,13 +128,7 @@ PARALLEL_DEGREES: frozenset[str] = frozenset(
 """Names of parallel degrees other than the data-parallel one, which is the number of devices. Refused, never ignored:
 an ignored degree would change what a rank holds and what the global batch is."""
 
-FOREIGN_NAMES: dict[str, str] = {
-    "stage": "zero_stage", "train_micro_batch_size_per_gpu": "micro_batch_size", "micro_batch": "micro_batch_size",
-    "batch_size": "micro_batch_size", "per_device_train_batch_size": "micro_batch_size",
-    "train_batch_size": "global_batch_size", "mixed_precision": "precision", "dtype": "precision",
-    "stage3_prefetch_bucket_size": "prefetch_bucket_size", "offload_optimizer": "offload_optimizer_ratio",
-    "gradient_checkpointing": "activation_checkpointing", "torch_compile": "compile",
-}
+FOREIGN_NAMES: dict[str, str] = {**TrainConfig.other_names, "train_batch_size": "global_batch_size"}
 """What other tools call our fields, for "did you mean"."""
 
 

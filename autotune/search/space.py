@@ -83,8 +83,7 @@ def _parse_baseline(request: StudyRequest) -> tuple[dict[str, Any], TrainConfig]
     except ValidationError as error:
         raise InvalidRequestError(*(FieldError(
             ".".join(("search.baseline", *(str(part) for part in problem["loc"]))),
-            problem["msg"].removeprefix("Value error, ")) for problem in error.errors(include_url=False)
-            if problem["loc"] != ("reduce_dtype",) or "reduce_dtype" in given)) from None
+            problem["msg"].removeprefix("Value error, ")) for problem in error.errors(include_url=False))) from None
     return {name: getattr(config, name) for name in fields}, config
 
 
@@ -108,7 +107,7 @@ def _baseline_problem(request: StudyRequest, name: str, value: Any) -> FieldErro
     if name == "global_batch_size":
         return FieldError(field, "set training.global_batch_size instead")
     if name not in _FIELDS:
-        return FieldError(field, f"no such field of a configuration{_did_you_mean(name, _FIELDS)}")
+        return FieldError(field, f"unknown field{TrainConfig.meaning(name)}")
     if isinstance(value, list):
         what = "one integer" if type(TrainConfig.model_fields[name].default) is int else "one value"
         return FieldError(field, f"{name} must be {what}; lists are search spaces: move it to search.space.{name}")

@@ -50,8 +50,7 @@ def field_errors(errors: Sequence[Any]) -> tuple[FieldError, ...]:
 def _describe(error: Any, path: list[str], model: type[BaseModel] | None) -> tuple[str, str]:
     kind, message = error["type"], str(error["msg"]).removeprefix("Value error, ")
     if kind == "extra_forbidden":
-        known = list(model.model_fields) if model else []
-        return ".".join(path), f"unknown field{did_you_mean(path[-1], known)}; known here: {', '.join(known)}"
+        return ".".join(path), message
     if kind == "missing":
         return ".".join(path) or "body", "missing: give it"
     if kind in ("union_tag_not_found", "union_tag_invalid"):

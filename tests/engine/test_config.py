@@ -6,6 +6,7 @@ from pydantic import ValidationError
 from engine.config import OptimizerConfig, TrainConfig, require_global_batch, resolve_batch_sizes
 from engine.errors import BatchSizeError
 from engine.report import MeasurePolicy
+from engine.run_file import RunFile
 
 
 def triple(**given: int) -> tuple[int, int, int]:
@@ -81,13 +82,68 @@ def test_the_reduce_dtype_follows_the_precision_unless_given():
         ({"offload_param": True, "zero_stage": 2}, "zero_stage 3"),
         ({"optimizer_precision": "compute", "precision": "fp16"}, "optimizer_precision"),
         ({"zero_stage": 4}, "0, 1, 2 or 3"),
-        ({"zero_stge": 1}, "Extra inputs"),
+        ({"zero_stge": 1}, "did you mean 'zero_stage'"),
+        ({"nonsense": 1}, "unknown field; known here: zero_stage, micro_batch_size"),
         ({"offload_optimizer_ratio": 1.2}, "less than or equal to 1"),
     ],
 )
 def test_what_the_engine_cannot_run_is_refused(fields, message):
     with pytest.raises(ValidationError, match=message):
         TrainConfig(**fields)
+
+
+def problems(model, /, **fields):
+    """Refusals by field, as users read them."""
+    with pytest.raises(ValidationError) as caught:
+        model(**fields)
+    return {".".join(map(str, error["loc"])): error["msg"].removeprefix("Value error, ")
+            for error in caught.value.errors()}
+
+
+@pytest.mark.parametrize(("written", "meant"), [
+    ("stage", "zero_stage"), ("zero_stages", "zero_stage"), ("batch_size", "micro_batch_size"),
+    ("train_micro_batch_size_per_gpu", "micro_batch_size"), ("gradient_accumulation", "gradient_accumulation_steps"),
+    ("mixed_precision", "precision"), ("max_grad_norm", "gradient_clipping"),
+    ("cpu_offload", "offload_optimizer_ratio"), ("gradient_checkpointing", "activation_checkpointing"), ("Stage", "zero_stage")])
+def test_what_other_tools_call_a_field_is_answered_with_its_name_here(written, meant):
+    assert problems(TrainConfig, **{written: 1}) == {written: f"unknown field: did you mean {meant!r}?"}
+
+
+@pytest.mark.parametrize(("model", "written", "words"), [
+    (TrainConfig, "fp16", 'give precision "fp16"'), (TrainConfig, "bf16", 'give precision "bf16"'),
+    (TrainConfig, "train_batch_size", "micro_batch_size x gradient_accumulation_steps x ranks"),
+    (TrainConfig, "learning_rate", "the optimizer's"), (OptimizerConfig, "learning_rate", "did you mean 'lr'?"),
+    (OptimizerConfig, "type", "did you mean 'name'?"), (OptimizerConfig, "beta1", "did you mean 'betas'?"),
+    (OptimizerConfig, "max_grad_norm", "gradient_clipping")])
+def test_what_is_said_elsewhere_or_otherwise_is_answered_with_how(model, written, words):
+    assert words in problems(model, **{written: True})[written]
+
+
+def test_names_of_other_tools_lead_to_fields_that_there_are():
+    for model in (TrainConfig, OptimizerConfig):
+        for name, meant in model.other_names.items():
+            assert name not in model.model_fields
+            assert meant in model.model_fields or " " in meant
+
+
+def test_every_mistake_is_told_at_its_place_once():
+    text = RunFile(model={"kind": "gpt"}, optimizer={}, config={}, global_batch_size=1, world_size=1).model_dump()
+    text["config"] = {"stage": 1, "precision": "bfloat16", "offload_optimizer_ratio": 2}
+    text["optimizer"] = {"learning_rate": 1, "lr": -1}
+    text["model"]["layrs"] = 3
+    assert problems(RunFile, **text) == {
+        "config.stage": "unknown field: did you mean 'zero_stage'?",
+        "config.precision": "unknown precision 'bfloat16': did you mean 'bf16'?",
+        "config.offload_optimizer_ratio": "Input should be less than or equal to 1",
+        "optimizer.learning_rate": "unknown field: did you mean 'lr'?",
+        "optimizer.lr": "Input should be greater than or equal to 0",
+        "model.gpt.layrs": "unknown field: did you mean 'layers'?"}
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8", 16, None, ["bf16"]])
+def test_a_wrong_precision_alone_is_to_blame(precision):
+    assert set(problems(TrainConfig, precision=precision)) == {"precision"}
+    assert set(problems(TrainConfig, precision=precision, reduce_dtype="x")) == {"precision", "reduce_dtype"}
 
 
 def test_a_configuration_survives_json_unchanged():

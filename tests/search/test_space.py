@@ -127,7 +127,7 @@ class TestBaseline:
         assert "precision must be one value; lists are search spaces" in errors["search.baseline.precision"]
 
     @pytest.mark.parametrize(("baseline", "field", "words"), [
-        ({"zero_stge": 1}, "search.baseline.zero_stge", "did you mean zero_stage?"),
+        ({"zero_stge": 1}, "search.baseline.zero_stge", "did you mean 'zero_stage'?"),
         ({"zero_stage": 4}, "search.baseline.zero_stage", "0, 1, 2 or 3"),
         ({"micro_batch_size": 3}, "search.baseline.micro_batch_size", "32 not divisible by 6"),
         ({"micro_batch_size": 1.5}, "search.baseline.micro_batch_size", "whole number"),
