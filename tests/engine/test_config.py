@@ -104,7 +104,8 @@ def problems(model, /, **fields):
     ("stage", "zero_stage"), ("zero_stages", "zero_stage"), ("batch_size", "micro_batch_size"),
     ("train_micro_batch_size_per_gpu", "micro_batch_size"), ("gradient_accumulation", "gradient_accumulation_steps"),
     ("mixed_precision", "precision"), ("max_grad_norm", "gradient_clipping"),
-    ("cpu_offload", "offload_optimizer_ratio"), ("gradient_checkpointing", "activation_checkpointing"), ("Stage", "zero_stage")])
+    ("cpu_offload", "offload_optimizer_ratio"), ("gradient_checkpointing", "activation_checkpointing"),
+    ("Stage", "zero_stage")])
 def test_what_other_tools_call_a_field_is_answered_with_its_name_here(written, meant):
     assert problems(TrainConfig, **{written: 1}) == {written: f"unknown field: did you mean {meant!r}?"}
 
