@@ -3,7 +3,8 @@
 Nothing is downloaded and no code from a model repository is run: only classes that the installed transformers has.
 """
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,6 +18,17 @@ from engine.tasks.synthetic import random_bits, random_uniform
 
 _REMOTE_KEYS = ("auto_map", "_name_or_path", "trust_remote_code")
 
+_LEFTOVERS = frozenset({"n_ctx", "seq_length", "max_sequence_length", "model_max_length", "offset_alibi"})
+"""Numbers that published configs carry without their class knowing them; no model is built by them."""
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("layers", "n_layer", "n_layers", "num_layers"), "num_hidden_layers"),
+    **dict.fromkeys(("heads", "n_head", "n_heads", "num_heads"), "num_attention_heads"),
+    **dict.fromkeys(("hidden", "hidden_dim", "d_model", "dim", "n_embd"), "hidden_size"),
+    "vocab": "vocab_size", "num_classes": "num_labels",
+}
+"""What other configs, the bundled models' too, call what most of transformers' call so."""
+
 _ABOUT_THE_CONFIG = (ValueError, TypeError, KeyError, AttributeError, ImportError, AssertionError)
 """What transformers raises over a config; lack of memory is none of these."""
 
@@ -25,7 +37,8 @@ def build_huggingface_task(spec: HuggingFaceSpec, *, seed: int = 0) -> Task:
     """The task of a specification.
 
     Raises:
-        TaskError: transformers is missing, does not know the model type or has no such head for it.
+        TaskError: transformers is missing, does not know the model type, has no such head for it, or would ignore a
+            part of the config.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
@@ -40,6 +53,10 @@ def build_huggingface_task(spec: HuggingFaceSpec, *, seed: int = 0) -> Task:
     except _ABOUT_THE_CONFIG as error:
         raise TaskError(f"transformers cannot read the config of model_type {model_type!r}: {_in_words(error)}"
                         ) from error
+    ignored = _ignored_keys(fields, config, "model.config.")
+    if ignored:
+        raise TaskError(f"model_type {model_type!r} does not know {', nor '.join(ignored)}; correct or remove what it "
+                        "would ignore")
     auto = AutoModelForCausalLM if spec.head == "causal_lm" else AutoModelForImageClassification
     if type(config) not in auto._model_mapping:
         raise TaskError(f"transformers has no {spec.head} model for model_type {model_type!r}: choose another head")
@@ -61,6 +78,41 @@ def _built(from_config: Callable[..., Any], config: Any) -> nn.Module:
         raise TaskError(f"transformers cannot build a model from this config of model_type {config.model_type!r}: "
                         f"{_in_words(error)}") from error
     return model.train()
+
+
+def _ignored_keys(given: Mapping[str, Any], config: Any, path: str) -> list[str]:
+    """Keys that transformers only keeps, although the user means something by them; each with what may be meant.
+
+    Published configs are full of leftovers that their class does not know and that are harmless. So a key is taken as
+    meant where it is much like one that is not given, or where it says a number: a size or a rate.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        default = type(config)()
+    except _ABOUT_THE_CONFIG:  # some cannot do without parts
+        return []
+    known = {*vars(default), *default.to_dict(), *default.attribute_map}
+    found = []
+    for key, value in given.items():
+        part = vars(config).get(key)
+        if isinstance(value, dict) and isinstance(part, PretrainedConfig):
+            found += _ignored_keys(value, part, f"{path}{key}.")
+        harmless = key in _LEFTOVERS or key.startswith("_") or key.endswith("_token_id")
+        if harmless or key in known or hasattr(type(config), key) or key not in vars(config):
+            continue
+        says_a_number = isinstance(value, int | float) and not isinstance(value, bool) and value != 0
+        meant = _meant(key, known - given.keys(), likeness=0.6 if says_a_number else 0.88)
+        if says_a_number or meant:
+            found.append(f"{path}{key}{f' (did you mean {meant!r}?)' if meant else ''}")
+    return found
+
+
+def _meant(key: str, names: Set[str], *, likeness: float) -> str | None:
+    other = _OTHER_NAMES.get(key)
+    if other in names or other == "num_labels":  # a property of every config
+        return other
+    return next(iter(difflib.get_close_matches(key, sorted(names), n=1, cutoff=likeness)), None)
 
 
 def _in_words(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """Tasks keep their contract: batches by global index, equal weights from one seed, a scalar mean loss."""
 
+import json
 from typing import Any
 
 import pytest
@@ -157,6 +158,56 @@ def test_a_python_task_gets_its_arguments_and_the_seed(monkeypatch: pytest.Monke
 def test_what_cannot_be_built_says_why(spec: ModelSpec, message: str) -> None:
     with pytest.raises(TaskError, match=message):
         build_task(spec)
+
+
+@pytest.mark.parametrize(("wrong", "told"), [
+    ({"hiden_size": 512}, "model.config.hiden_size (did you mean 'hidden_size'?)"),
+    ({"num_layers": 3}, "model.config.num_layers (did you mean 'num_hidden_layers'?)"),
+    ({"heads": 2}, "model.config.heads (did you mean 'num_attention_heads'?)"),
+    ({"tie_word_embedding": True}, "model.config.tie_word_embedding (did you mean 'tie_word_embeddings'?)"),
+    ({"hiden_act": "relu", "my_rate": 0.5},
+     "model.config.hiden_act (did you mean 'hidden_act'?), nor model.config.my_rate;"),
+])
+def test_what_transformers_would_ignore_of_a_config_is_refused(wrong: dict[str, Any], told: str) -> None:
+    config = {"model_type": "llama", "vocab_size": 128}
+    with pytest.raises(TaskError) as caught:
+        build_task(HuggingFaceSpec(kind="huggingface", config={**config, **wrong}, sequence_length=16))
+    assert str(caught.value).startswith("model_type 'llama' does not know model.config.")
+    assert told in str(caught.value)
+
+
+def test_a_part_of_a_config_is_looked_at_as_well() -> None:
+    config = {"model_type": "llama4", "text_config": {"hiden_size": 32}}
+    with pytest.raises(TaskError, match=r"model\.config\.text_config\.hiden_size \(did you mean 'hidden_size'"):
+        build_task(HuggingFaceSpec(kind="huggingface", config=config, sequence_length=16))
+
+
+LEFTOVERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_ctx": 1024, "n_embd": 32, "n_head": 4, "task_specific_params": {"text-generation": {"max_length": 50}},
+             "summary_first_dropout": 0.1, "architectures": ["GPT2LMHeadModel"]},
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000,
+              "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "pretraining_tp": 1, "temperature": 0.6,
+              "max_length": 4096, "_attn_implementation_autoset": True, "sep_token_id": 3, "num_labels": 3,
+              "max_sequence_length": 2048, "torchscript": False, "name_or_path": "someone/llama"},
+    "bloom": {"n_embed": 32, "n_head": 4, "seq_length": 2048, "offset_alibi": 100, "masked_softmax_fusion": True,
+              "attention_softmax_in_fp32": True, "n_inner": None, "unk_token_id": 0},
+    "opt": {"activation_dropout": 0.0, "activation_function": "relu", "prefix": "</s>", "word_embed_proj_dim": 32,
+            "hidden_size": 32, "_remove_final_layer_norm": False},
+}
+"""Of published config.json files: what their classes do not know, or take under another name."""
+
+
+@pytest.mark.parametrize("model_type", LEFTOVERS)
+def test_what_published_configs_carry_along_is_no_mistake(model_type: str) -> None:
+    build_task(HuggingFaceSpec(kind="huggingface", config={"model_type": model_type, **LEFTOVERS[model_type]}))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen2", "mixtral", "gemma3_text", "gpt_neox", "falcon"])
+def test_a_config_that_transformers_wrote_itself_is_taken(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    written = json.loads(AutoConfig.for_model(model_type).to_json_string(use_diff=False))
+    build_task(HuggingFaceSpec(kind="huggingface", config=written, sequence_length=16))
 
 
 def test_errors_of_the_users_own_code_pass_through() -> None:
