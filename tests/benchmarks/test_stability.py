@@ -1,0 +1,26 @@
+"""Repeats of one study, and which of them name another winner."""
+
+import asyncio
+
+from benchmarks.report import Row
+from benchmarks.stability import repeat, strays
+from tests.support.launcher import FakeLauncher
+from tests.support.samples import sample_request
+
+
+def row(winner: str, *tied: str) -> Row:
+    return {"winner": winner, "tied with": ", ".join(tied)}
+
+
+def test_a_repeat_tells_its_winner_with_what_it_took() -> None:
+    found = asyncio.run(repeat(3, FakeLauncher(), sample_request()))
+    assert (found["repeat"], found["winner"]) == (3, "stage 0 micro 4 fp32 recompute none")
+    assert (found["trials"], found["measurements"]) == (6, 12)
+    assert float(found["from"] or 0) < float(found["tokens/s"] or 0) < float(found["to"] or 0)
+
+
+def test_other_winners_are_strays_unless_either_declares_the_tie() -> None:
+    declared = [row("a"), row("a", "b"), row("b"), row("c", "d", "a")]
+    assert strays(declared) == []
+    assert strays([*declared, row("d")]) == [row("d")], "a tie with one that is tied is none with the winner"
+    assert strays([row("a"), row("a"), row("b", "c")]) == [row("b", "c")]
