@@ -3,6 +3,7 @@
 ClientError
 ├── UnreachableError        nobody answers there
 ├── UnauthorizedError       the token is missing or wrong
+├── AmbiguousIdError        several studies' ids begin like this
 └── RefusedError            the service answered with a problem; carries it
 """
 
@@ -24,6 +25,9 @@ READ_SECONDS = 60.0
 
 MAX_WAIT_SECONDS = 5.0
 
+_ID_LENGTH = 32
+_SHOWN_STUDIES = 10
+
 
 class ClientError(AutotuneError):
     """Base of what goes wrong between client and service."""
@@ -37,8 +41,12 @@ class UnauthorizedError(ClientError):
     """The token is missing or wrong."""
 
 
+class AmbiguousIdError(ClientError):
+    """Several studies' ids begin like this; the message lists them."""
+
+
 class RefusedError(ClientError):
-    """The service answered with a problem.
+    """The service answered with a problem. The message says each at its field, or once where it is about no field.
 
     Attributes:
         problem: its body (RFC 9457); empty where the answer was none.
@@ -46,7 +54,8 @@ class RefusedError(ClientError):
 
     def __init__(self, status: int, problem: dict[str, Any]) -> None:
         errors = problem.get("errors") or []
-        lines = [f"{item.get('field')}: {item.get('message')}" for item in errors]
+        lines = [item.get("message") if item.get("message") == problem.get("detail")
+                 else f"{item.get('field')}: {item.get('message')}" for item in errors]
         super().__init__("\n".join(lines) or str(problem.get("detail") or f"HTTP status {status}"))
         self.status = status
         self.problem = problem
@@ -100,6 +109,21 @@ class Client:
         """All studies, newest first."""
         filters = {name: value for name, value in (("state", state), ("model", model)) if value is not None}
         return (StudyView.model_validate(item) for item in self._items("/studies", filters))
+
+    def find(self, beginning: str) -> str:
+        """The id of the one study whose id begins like this; what no id begins like comes back as it is.
+
+        Raises:
+            AmbiguousIdError: several do.
+        """
+        if len(beginning) >= _ID_LENGTH or not beginning:
+            return beginning
+        found = [study for study in self.studies() if study.id.startswith(beginning)]
+        if len(found) > 1:
+            shown = "".join(f"\n  {study.id}  {study.state.value}  {study.name}" for study in found[:_SHOWN_STUDIES])
+            more = f"\n  and {len(found) - _SHOWN_STUDIES} more" if len(found) > _SHOWN_STUDIES else ""
+            raise AmbiguousIdError(f"{len(found)} studies' ids begin with {beginning}, give more of it:{shown}{more}")
+        return found[0].id if found else beginning
 
     def cancel(self, study_id: str) -> StudyView:
         return StudyView.model_validate(self._json("POST", f"/studies/{study_id}/cancel"))

@@ -14,7 +14,6 @@ from autotune.cli.output import (
     STATE_STYLES,
     StudyLike,
     config_text,
-    first_line,
     measured_text,
     outcome_text,
     progress_text,
@@ -28,6 +27,8 @@ SHOWN_TRIALS = 12
 
 class StudyScreen:
     """Shows a study. Call `show` whenever something changed; finished trials are told once each.
+
+    How the study ended is left to who shows it: there is more to say of that than of a change.
 
     Args:
         quiet: show nothing at all.
@@ -67,7 +68,7 @@ class StudyScreen:
         if self._last_status:  # the trials that came meanwhile belong to what the study did until now
             self._tell_trials(trials)
         status = f"{study.state.value}{f': {study.phase.value}' if study.phase else ''}"
-        if status != self._last_status:
+        if status != self._last_status and not study.state.is_final:
             self._last_status = status
             self._console.print(f"study {study.id} {status}", highlight=False, markup=False, soft_wrap=True)
         self._tell_trials(trials)
@@ -95,12 +96,10 @@ def _picture(study: StudyLike, trials: dict[int, Trial]) -> RenderableType:
         width=60)]
     if trials:
         parts.append(_table(trials, study.best.trial_number if study.best else None))
-    if study.best is not None:
+    if study.best is not None and not study.state.is_final:
         gain = f"  {study.best.speedup:.2f}x the baseline" if study.best.speedup is not None else ""
         speed = rate_text(study.best.tokens_per_second)
         parts.append(Text(f"best so far: trial {study.best.trial_number}, {speed}{gain}", "bold"))
-    if study.error:
-        parts.append(Text(first_line(study.error), "red"))
     return Group(*parts)
 
 

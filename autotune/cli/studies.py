@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from autotune.client import Client
     from autotune.domain.study import Event, Trial
 
-StudyArgument = Annotated[str, typer.Argument(help="The study's id.")]
+StudyArgument = Annotated[str, typer.Argument(help="The study's id, or as much of its beginning as tells it from "
+                                              "others.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -70,7 +71,7 @@ def watch(
 ) -> None:
     """Follow a study until it ends. Exit code 0 only if it succeeded; --json prints one event per line."""
     with connect(server, token) as client:
-        _follow(client, study_id, json=json)
+        _follow(client, client.find(study_id), json=json)
 
 
 def list_studies(
@@ -99,7 +100,7 @@ def export(
     from autotune.cli.output import print_json
 
     with connect(server, token) as client:
-        file = client.export(study_id, format)
+        file = client.export(client.find(study_id), format)
     if json:
         print_json(file._asdict())
         return
@@ -132,7 +133,7 @@ def cancel(
     from autotune.cli.output import print_json
 
     with connect(server, token) as client:
-        study = client.cancel(study_id)
+        study = client.cancel(client.find(study_id))
     if json:
         print_json(study)
     else:

@@ -109,12 +109,22 @@ def _cancel(store: "Database", study_id: str) -> None:
 
 
 def _report(study: "Study", format: str | None, output: Path | None, *, json: bool) -> None:
+    """The winner first: what the format cannot express must not cost it.
+
+    Raises:
+        ExportError: the format cannot express the winner.
+    """
     from autotune.cli.output import print_json
     from autotune.cli.studies import finish, write_export
+    from autotune.domain.errors import ExportError
     from autotune.export import export
     from autotune.service.schemas import StudyView
 
-    file = export(study.best, format) if format is not None and study.best is not None else None
+    file, refusal = None, None
+    try:
+        file = export(study.best, format) if format is not None and study.best is not None else None
+    except ExportError as error:
+        refusal = error
     if json:
         exported = {"filename": file.filename, "text": file.text, "notes": list(file.notes)} if file else None
         print_json({"study": StudyView.of(study).model_dump(mode="json"), "export": exported,
@@ -123,3 +133,5 @@ def _report(study: "Study", format: str | None, output: Path | None, *, json: bo
         finish(study)
     if file is not None and (output is not None or not json):
         write_export(file.text, file.notes, output)
+    if refusal is not None:
+        raise refusal

@@ -3,19 +3,23 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from autotune.cli.tune import _report as report_tuned
+from autotune.domain.errors import ExportError
 from autotune.domain.study import StudyState
 from autotune.export import FORMATS
 from autotune.store import Database
+from engine.config import TrainConfig
 from engine.report import Outcome
 from tests.cli.conftest import Run
 from tests.service.stories import failed, queued, running, succeeded
-from tests.support.samples import sample_failure, sample_report, sample_request
+from tests.support.samples import sample_best, sample_failure, sample_report, sample_request
 from tests.support.service import RunningService
 
 
@@ -149,6 +153,14 @@ class TestWatch:
         assert result.code == 1
         assert "failed: ValueError: bad arg" in result.out
 
+    @pytest.mark.parametrize("story", [succeeded, failed])
+    def test_the_end_is_told_once(
+            self, run: Run, connected: RunningService, database: Database, story: Callable[[Database], str]) -> None:
+        cancel_waiting(database)
+        study_id = story(database)
+        told = [line for line in run("watch", study_id).out.splitlines() if study_id in line]
+        assert len(told) == 1, told
+
     def test_cancelled(self, run: Run, connected: RunningService, database: Database) -> None:
         study_id = queued(database)
         with database.begin() as transaction:
@@ -183,6 +195,37 @@ class TestWatch:
         assert "failed: boom" in rest
 
 
+class TestBeginningsOfIds:
+    """As much of an id as tells it from others will do."""
+
+    def test_a_beginning_of_one_study_is_enough(
+            self, run: Run, connected: RunningService, database: Database, tmp_path: Path) -> None:
+        cancel_waiting(database)
+        study_id = succeeded(database)
+        others = {study["id"] for study in json.loads(run("list", "--json").out)} - {study_id}
+        beginning = next(study_id[:length] for length in range(1, 33)
+                         if not any(other.startswith(study_id[:length]) for other in others))
+        assert f"study {study_id} succeeded" in run("watch", beginning).out
+        assert run("export", beginning).code == 0
+        assert study_id not in run("cancel", "no-such-id").err
+        cancelled = run("cancel", beginning)
+        assert (cancelled.code, "has ended" in cancelled.err) == (1, True)
+
+    def test_a_beginning_of_several_is_refused_with_all_of_them(
+            self, run: Run, connected: RunningService, database: Database) -> None:
+        by_digit: dict[str, list[str]] = {}
+        for _ in range(17):  # of 16 first digits one comes twice
+            study_id = queued(database, sample_request("alike"))
+            by_digit.setdefault(study_id[0], []).append(study_id)
+        digit, twins = next(item for item in by_digit.items() if len(item[1]) > 1)
+        result = run("cancel", digit)
+        assert result.code == 1
+        assert f"studies' ids begin with {digit}, give more of it:" in result.err
+        assert f"{twins[-1]}  queued  alike" in result.err
+        states = {study["id"]: study["state"] for study in json.loads(run("list", "--json", "--model", "alike").out)}
+        assert {states[twin] for twin in twins} == {"queued"}
+
+
 class TestExport:
     """The winner to standard output or a file; notes to standard error."""
 
@@ -208,6 +251,13 @@ class TestExport:
         assert result.code == 1
         assert all(name in result.err for name in FORMATS)
 
+    def test_what_a_format_cannot_express_is_said_as_it_is(
+            self, run: Run, connected: RunningService, database: Database) -> None:
+        cancel_waiting(database)
+        result = run("export", won_at_stage_1(database), "-f", "fsdp")
+        assert (result.code, result.out) == (1, "")
+        assert result.err.startswith("error: zero_stage 1: fully_shard shards gradients")
+
     def test_no_winner(self, run: Run, connected: RunningService, database: Database) -> None:
         cancel_waiting(database)
         result = run("export", failed(database, sample_failure(Outcome.OOM_DEVICE, "x")))
@@ -221,12 +271,36 @@ class TestExport:
         assert "/no/such/folder/x.json: cannot be written" in result.err
 
 
+def test_an_export_that_is_refused_does_not_cost_the_winner(
+        database: Database, capsys: pytest.CaptureFixture[str]) -> None:
+    cancel_waiting(database)
+    study_id = won_at_stage_1(database)
+    with database.read() as transaction:
+        study = transaction.studies.get(study_id)
+    with pytest.raises(ExportError, match="zero_stage 1"):
+        report_tuned(study, "fsdp", None, json=False)
+    assert "winner: trial 0" in capsys.readouterr().out
+    with pytest.raises(ExportError, match="zero_stage 1"):
+        report_tuned(study, "fsdp", None, json=True)
+    assert json.loads(capsys.readouterr().out)["best"]["trial_number"] == 0
+
+
 def test_cancel(run: Run, connected: RunningService, database: Database) -> None:
     study_id = queued(database)
     assert "is cancelled" in run("cancel", study_id).out
     again = run("cancel", study_id)
     assert again.code == 1
     assert "has ended" in again.err
+
+
+def won_at_stage_1(database: Database) -> str:
+    """A study whose winner FSDP cannot express."""
+    study_id, epoch = running(database, sample_report())
+    best = sample_best(study_id, trial_number=0, config=TrainConfig(micro_batch_size=8, zero_stage=1))
+    with database.begin() as transaction:
+        transaction.studies.set_best(study_id, epoch, best)
+        transaction.studies.finish(study_id, epoch, StudyState.SUCCEEDED)
+    return study_id
 
 
 def cancel_waiting(database: Database) -> None:
