@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
+from autotune.domain.earlier import EarlierStudy
 from autotune.domain.errors import InvalidRequestError, LaunchError, UnreadableError
 from autotune.domain.study import BestConfig, Study, StudyPhase, StudyState, Trial, TrialRole
 from autotune.predict.cluster import bundled_cluster
@@ -28,6 +29,7 @@ from autotune.scheduler.verdict import (
     why_hopeless,
 )
 from autotune.search.choose import Choice, choose, first_configs, why_no_winner
+from autotune.search.earlier import earlier_note
 from autotune.search.plan import Plan, make_plan
 from autotune.search.reuse import Reused, reusable, reused_note
 from autotune.search.space import parse_space
@@ -86,6 +88,7 @@ class StudyRun:
         self._started_at = monotonic()
         self._best = study.best
         self._reused: list[Reused] = []
+        self._earlier: tuple[EarlierStudy, ...] = ()
 
     async def run(self) -> Verdict:
         """Work until the study ends; the worker group is closed in any case.
@@ -184,7 +187,7 @@ class StudyRun:
             role, config = next(((role, config) for role, config in first if plan.canonical(config) not in tried),
                                 (TrialRole.SUGGESTED, None))
             if config is None:
-                config = await self._at.suggester.suggest(plan, trials, self._request.search)
+                config = await self._at.suggester.suggest(plan, trials, self._request.search, self._earlier)
             if config is None:
                 return why_nothing(plan, trials, self._request.search)
             assert plan.canonical(config) not in tried, config
@@ -197,6 +200,8 @@ class StudyRun:
             first.append((TrialRole.REFERENCE, reference))
         if self._request.search.sampler == "guided":
             known = await self._record.read(lambda tx: tx.best.of_fingerprint(plan.model.fingerprint))
+            self._earlier = await self._record.read(
+                lambda tx: tx.earlier.of(plan.model, plan.hardware, besides=self._study.id))
             self._reused = reusable(plan, known)
             first += [(TrialRole.SUGGESTED, reused.config) for reused in self._reused]
         return first
@@ -235,7 +240,8 @@ class StudyRun:
         await self._record.write(keep)
         tried = {plan.canonical(trial.config) for trial in trials}
         reused = [each for each in self._reused if each.config in tried]
-        notes = [ended_by, None if clean else _CONTENDED_NOTE, set_aside(trials), reused_note(reused, plan)]
+        notes = [ended_by, None if clean else _CONTENDED_NOTE, set_aside(trials), reused_note(reused, plan),
+                 earlier_note(plan, self._earlier)]
         return Verdict(state=StudyState.SUCCEEDED, note="; ".join(note for note in notes if note))
 
     # One measurement

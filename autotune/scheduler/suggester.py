@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, Protocol
 
+from autotune.domain.earlier import EarlierStudy
 from autotune.domain.request import SearchRequest
 from autotune.domain.study import Trial
 from autotune.search.plan import Plan
@@ -28,7 +29,8 @@ _PR_SET_PDEATHSIG = 1
 class Suggester(Protocol):
     """Proposes configurations."""
 
-    async def suggest(self, plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> TrainConfig | None:
+    async def suggest(self, plan: Plan, trials: Sequence[Trial], search: SearchRequest,
+                      earlier: Sequence[EarlierStudy] = ()) -> TrainConfig | None:
         """The next configuration to try, never one that was tried; None where none is left."""
 
 
@@ -39,13 +41,14 @@ class HelperSuggester:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
-    async def suggest(self, plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> TrainConfig | None:
+    async def suggest(self, plan: Plan, trials: Sequence[Trial], search: SearchRequest,
+                      earlier: Sequence[EarlierStudy] = ()) -> TrainConfig | None:
         """Ask the helper. A helper that dies is replaced once; a caller that is cancelled stops it at once.
 
         Raises:
             RuntimeError: the sampler failed, or its process did not live to answer; carries the traceback or says so.
         """
-        question = pickle.dumps((plan, tuple(trials), search))
+        question = pickle.dumps((plan, tuple(trials), search, tuple(earlier)))
         async with self._turn:
             try:
                 answer = await self._ask_twice(question)

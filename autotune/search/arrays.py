@@ -1,7 +1,7 @@
 """Candidates as arrays, for a sampler that looks at all of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from autotune.search.encoding import make_encoding
 from autotune.search.plan import Plan
 from autotune.search.surrogate import Array, Prior, Trust, matern
+from engine.config import TrainConfig
 
 NOISE = 0.015
 """Standard deviation of the logarithm of a measured step time."""
@@ -27,7 +28,7 @@ _RATES = {"precision": 1.0}
 """How much a term's factor for one value of a category may be off, beside the term's own: each precision has a rate of
 its own, measured by itself."""
 _RATES_ELSE = 0.5
-_MECHANISMS = frozenset({"zero_stage"})
+MECHANISMS = frozenset({"zero_stage"})
 """Knobs with an order whose values still do different things, as categories do."""
 
 _MEMORY_TRUST = Trust(terms=0.35, knobs=0.001, together=0.0)
@@ -55,7 +56,7 @@ class Levels:
 
     @property
     def is_category(self) -> bool:
-        return self.at is None or self.name in _MECHANISMS
+        return self.at is None or self.name in MECHANISMS
 
     def one_hot(self) -> Array:
         """(n, values)"""
@@ -70,6 +71,10 @@ class Levels:
             covariance = _SMOOTH * matern(places, places) + (1 - _SMOOTH) * covariance
         return _IMPORTANCE.get(self.name, 1.0) * self.one_hot() @ np.linalg.cholesky(covariance)
 
+    def rates(self) -> Array:
+        """(n, values) of a category: how far each term's factor for its value may be off."""
+        return _RATES.get(self.name, _RATES_ELSE) * self.one_hot()
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Place:
@@ -77,10 +82,12 @@ class Place:
 
     Attributes:
         memory: what is known of its bytes.
+        names: of its terms.
         limit: its bytes' logarithm.
     """
 
     memory: Prior
+    names: tuple[str, ...]
     limit: float
 
 
@@ -89,10 +96,12 @@ class Arrays:
     """
     Attributes:
         time: what is known of step seconds.
+        names: of its terms.
         places: none where everything fits.
     """
 
     time: Prior
+    names: tuple[str, ...]
     places: tuple[Place, ...]
 
     def __len__(self) -> int:
@@ -105,49 +114,54 @@ def make_arrays(knobs: Sequence[Levels], seconds: Sequence[Mapping[str, float]])
     Args:
         seconds: each candidate's predicted terms; none where its time is not known.
     """
-    categories = np.hstack([np.zeros((len(seconds), 0)), *(
-        _RATES.get(knob.name, _RATES_ELSE) * knob.one_hot() for knob in knobs if knob.is_category)])
-    terms = _second_terms(seconds)
-    return Arrays(places=(), time=Prior(
-        terms=terms, weights=np.ones(terms.shape[1]), categories=categories,
-        knobs=tuple(knob.coordinates() for knob in knobs), bias=_BIAS, noise=NOISE,
-        trusts=_TRUSTS))
+    names, terms = _second_terms(seconds)
+    return Arrays(places=(), names=names, time=Prior(
+        terms=terms, weights=np.ones(len(names)), categories=categories_of(knobs, len(seconds)),
+        knobs=tuple(knob.coordinates() for knob in knobs), bias=_BIAS, noise=NOISE, trusts=_TRUSTS))
+
+
+def categories_of(knobs: Sequence[Levels], count: int) -> Array:
+    """(count, c) as `Prior.categories`."""
+    return np.hstack([np.zeros((count, 0)), *(knob.rates() for knob in knobs if knob.is_category)])
 
 
 @lru_cache(maxsize=8)
 def plan_arrays(plan: Plan) -> Arrays:
     """The candidates of a plan, in its order; made once for each plan."""
-    arrays = make_arrays(_plan_levels(plan), [candidate.prediction.seconds for candidate in plan.candidates])
+    arrays = make_arrays(plan_levels(plan, [candidate.config for candidate in plan.candidates]),
+                         [candidate.prediction.seconds for candidate in plan.candidates])
     first = plan.candidates[0].prediction
-    return Arrays(time=arrays.time, places=tuple(
-        Place(memory=_memory(terms.astype(np.float64), [*names], arrays.time), limit=float(np.log(limit)))
-        for terms, names, limit in ((plan.device_terms, first.device_bytes, plan.limits.device_bytes),
-                                    (plan.host_terms, first.host_bytes, plan.limits.host_bytes))))
+    return replace(arrays, places=tuple(
+        Place(memory=_memory(terms.astype(np.float64), names, arrays.time), names=names, limit=float(np.log(limit)))
+        for terms, names, limit in ((plan.device_terms, (*first.device_bytes,), plan.limits.device_bytes),
+                                    (plan.host_terms, (*first.host_bytes,), plan.limits.host_bytes))))
 
 
-def _memory(terms: Array, names: Sequence[str], time: Prior) -> Prior:
-    weights = np.array([_COUNTED_WEIGHT if name in _COUNTED else 1.0 for name in names])
-    return Prior(terms=terms, weights=weights, categories=time.categories, knobs=time.knobs, bias=_MEMORY_BIAS,
-                 noise=_MEMORY_NOISE, trusts=((_MEMORY_TRUST, 0.0),))
-
-
-def _second_terms(seconds: Sequence[Mapping[str, float]]) -> Array:
-    """(n, terms); where a candidate's are not known, the middle of the others' as a term of its own."""
-    names = list(dict.fromkeys(name for terms in seconds for name in terms))
-    known = [sum(terms.values()) for terms in seconds if terms]
-    unknown = median(known) if known else 1.0
-    found: Array = np.array([[*(terms.get(name, 0.0) for name in names), 0.0 if terms else unknown]
-                             for terms in seconds])
-    return found[:, found.any(axis=0)]
-
-
-def _plan_levels(plan: Plan) -> list[Levels]:
+def plan_levels(plan: Plan, configs: Sequence[TrainConfig]) -> list[Levels]:
+    """Of configurations, by the knobs that vary among the plan's candidates. Values beyond theirs have no effect."""
     made = []
     for axis in make_encoding(plan).axes:
         knob = plan.space.knob(axis.name)
         assert knob is not None
         place = {value: number for number, value in enumerate(axis.values)}
-        level = [place.get(getattr(candidate.config, axis.name), len(place)) if knob.is_active(candidate.config)
-                 else len(place) for candidate in plan.candidates]
+        level = [place.get(getattr(config, axis.name), len(place)) if knob.is_active(config) else len(place)
+                 for config in configs]
         made.append(Levels(name=axis.name, at=axis.at, count=len(place), level=np.array(level, dtype=np.intp)))
     return made
+
+
+def _memory(terms: Array, names: Sequence[str], time: Prior) -> Prior:
+    weights = np.array([_COUNTED_WEIGHT if name in _COUNTED else 1.0 for name in names])
+    return Prior(terms=terms, weights=weights, categories=time.categories, knobs=time.knobs,
+                 bias=_MEMORY_BIAS, noise=_MEMORY_NOISE, trusts=((_MEMORY_TRUST, 0.0),))
+
+
+def _second_terms(seconds: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], Array]:
+    """Names, and (n, terms); where a candidate's are not known, the middle of the others' as a term of its own."""
+    names = list(dict.fromkeys(name for terms in seconds for name in terms))
+    known = [sum(terms.values()) for terms in seconds if terms]
+    unknown = median(known) if known else 1.0
+    found: Array = np.array([[*(terms.get(name, 0.0) for name in names), 0.0 if terms else unknown]
+                             for terms in seconds])
+    used = np.flatnonzero(found.any(axis=0))
+    return tuple([*names, "unknown"][place] for place in used), found[:, used]

@@ -8,9 +8,11 @@ from optuna.distributions import BaseDistribution, IntDistribution
 from optuna.samplers import BaseSampler, GPSampler, GridSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial
 
+from autotune.domain.earlier import EarlierStudy
 from autotune.domain.request import SearchRequest
 from autotune.domain.study import Trial
 from autotune.search.arrays import plan_arrays
+from autotune.search.earlier import with_earlier
 from autotune.search.encoding import Encoding, Params, make_encoding
 from autotune.search.guided import POINT, GuidedSampler
 from autotune.search.history import told_trials
@@ -31,7 +33,8 @@ _LATEST, _FASTEST = 70, 50
 """Trials that `guided` learns from, so that a suggestion stays quick after many."""
 
 
-def suggest(plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> TrainConfig | None:
+def suggest(plan: Plan, trials: Sequence[Trial], search: SearchRequest,
+            earlier: Sequence[EarlierStudy] = ()) -> TrainConfig | None:
     """The next configuration to try, None when none is left that is worth a trial (`stopping.why_nothing` says why).
 
     Deterministic in the plan, the trials and the seed. No configuration is suggested that was tried or runs, that does
@@ -42,9 +45,10 @@ def suggest(plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> Train
             for the sampler `gp`, which loads torch.
         trials: all of the study so far, running ones too.
         search: sampler and seed.
+        earlier: what `guided` begins with.
     """
     if search.sampler == "guided":
-        return _guided(plan, trials, search)
+        return _guided(plan, trials, search, earlier)
     left = remaining(plan, trials)
     if not left:
         return None
@@ -100,11 +104,12 @@ def _nearest(encoding: Encoding, params: Params, left: dict[TrainConfig, Candida
     return min(left, key=lambda config: encoding.distance(params, config))
 
 
-def _guided(plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> TrainConfig | None:
+def _guided(plan: Plan, trials: Sequence[Trial], search: SearchRequest,
+            earlier: Sequence[EarlierStudy]) -> TrainConfig | None:
     is_open = untried(plan, trials)
     if not is_open.any():
         return None
-    sampler = GuidedSampler(plan_arrays(plan), is_open, plan.tokens_per_step)
+    sampler = GuidedSampler(with_earlier(plan_arrays(plan), plan, earlier), is_open, plan.tokens_per_step)
     study, distributions = _study_of_points(plan, _telling(trials), sampler)
     config = plan.candidates[_ask(study, distributions)[POINT]].config
     return config if is_worth_going_on(plan, trials, search, sampler.expected_gain) else None

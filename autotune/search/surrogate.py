@@ -9,10 +9,16 @@ so have two knobs together.
 The logarithm of a sum is not linear in the factors: it is linearised where they are thought to be, again after each
 estimate of them (an iterated extended Kalman update, Bell and Cathey 1993). The rest is the usual regression
 (Rasmussen and Williams 2006, algorithm 2.1), with how much is to be believed averaged over by marginal likelihood.
+
+Earlier studies have factors and effects of their own, which resemble those of this study more or less: an intrinsic
+coregionalization model (Bonilla, Chai and Williams 2007) with one correlation between any two studies. How large that
+is, and whether there is any, is weighed in the same way, so that an earlier study that does not agree with the first
+trials of this one soon counts for nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +34,7 @@ _LENGTH = 1.0
 _NEGLIGIBLE = 0.02
 """Weight below which a setting no longer takes part in the average."""
 _FEW = 40
-"""Trials up to which settings are averaged; more leave one far ahead of the others."""
+"""Trials up to which settings are averaged; more leave one far ahead of the others, and need no earlier studies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,26 @@ class Trust:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Earlier:
+    """Trials of earlier studies, in terms, categories and knobs of this one.
+
+    Attributes:
+        terms: (m, t) as `Prior.terms`; so are the next two.
+        values: (m,) logarithms of what was measured.
+        studies: (m,) which study each belongs to, from 0, ascending.
+        kinships: correlations of one study's factors and effects with another's, to be weighed against each other, and
+            the logarithm of what is thought of each beforehand.
+    """
+
+    terms: Array
+    categories: Array
+    knobs: tuple[Array, ...]
+    values: Array
+    studies: NDArray[np.intp]
+    kinships: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Prior:
     """What is known of every candidate beforehand.
 
@@ -59,6 +85,7 @@ class Prior:
         bias: standard deviation of the logarithm of a factor common to all.
         noise: standard deviation of the logarithm of a measured value.
         trusts: settings to be weighed against each other, and the logarithm of what is thought of each beforehand.
+        earlier: None where no earlier study tells anything.
     """
 
     terms: Array
@@ -68,6 +95,7 @@ class Prior:
     bias: float
     noise: float
     trusts: tuple[tuple[Trust, float], ...]
+    earlier: Earlier | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +113,11 @@ def learn(prior: Prior, points: Sequence[int] | NDArray[np.intp], values: Array)
         points: positions of the candidates that were tried.
         values: (points,) logarithms of what was measured.
     """
-    fits = [(_Fit(prior, trust, points, values), belief) for trust, belief in prior.trusts]
+    earlier = prior.earlier if len(points) <= _FEW else None
+    kinships = earlier.kinships if earlier is not None else ((0.0, 0.0),)
+    tried = _Tried(prior, points, values, earlier)
+    fits = [(_Fit(prior, trust, kinship, tried), belief + other)
+            for (trust, belief), (kinship, other) in product(prior.trusts, kinships)]
     scores = np.array([fit.log_likelihood + belief for fit, belief in fits])
     shares = np.exp(scores - scores.max())
     shares[shares < (_NEGLIGIBLE if len(points) <= _FEW else 1.0) * shares.max()] = 0.0
@@ -97,69 +129,108 @@ def learn(prior: Prior, points: Sequence[int] | NDArray[np.intp], values: Array)
     return Posterior(mean, np.sqrt(np.maximum(variance, 1e-12)))
 
 
+class _Tried:
+    """Trials, this study's first and then earlier studies', and what does not depend on the setting.
+
+    Attributes:
+        parts: rows of each study.
+        studies: (trials,) which study each belongs to; 0 is this one.
+        singles, squares: (trials, trials) sums over knobs of the covariances of their effects, and of their squares.
+    """
+
+    def __init__(self, prior: Prior, points: Sequence[int] | NDArray[np.intp], values: Array,
+                 earlier: Earlier | None) -> None:
+        own = [int(point) for point in points]
+        self.values, self.studies = values, np.zeros(len(own), dtype=np.intp)
+        self.terms, self.categories = prior.terms[own], prior.categories[own]
+        self.knobs = [knob[own] for knob in prior.knobs]
+        if earlier is not None:
+            self.values = np.concatenate([values, earlier.values])
+            self.studies = np.concatenate([self.studies, 1 + earlier.studies])
+            self.terms = np.vstack([self.terms, earlier.terms])
+            self.categories = np.vstack([self.categories, earlier.categories])
+            self.knobs = [np.vstack(pair) for pair in zip(self.knobs, earlier.knobs, strict=True)]
+        self.parts = [self.studies == study for study in range(self.studies.max(initial=0) + 1)]
+        self.singles, self.squares = self.effects(self.knobs)
+
+    def effects(self, knobs: Sequence[Array]) -> tuple[Array, Array]:
+        """`singles` and `squares` between candidates and trials.
+
+        Args:
+            knobs: of each, (candidates, k) coordinates.
+        """
+        single, squares = np.zeros((2, len(knobs[0]) if knobs else 1, len(self.values)))  # broadcast without knobs
+        for knob, seen in zip(knobs, self.knobs, strict=True):
+            one = knob @ seen.T
+            single += one
+            squares += one**2
+        return single, squares
+
+
 class _Fit:
     """The regression for one setting. Factors are kept in units of their prior deviations."""
 
-    def __init__(self, prior: Prior, trust: Trust, points: Sequence[int] | NDArray[np.intp],
-                 values: Array) -> None:
-        self._prior, self._trust, self._points = prior, trust, [int(point) for point in points]
+    def __init__(self, prior: Prior, trust: Trust, kinship: float, tried: _Tried) -> None:
+        self._prior, self._trust, self._tried = prior, trust, tried
         factors = np.ones(1 + prior.categories.shape[1])
         self._spread = trust.terms * np.outer(prior.weights, factors)  # (t, 1 + c) of logarithms of factors
-        self._switches = np.hstack([np.ones((len(prior.terms), 1)), prior.categories])
-        self._factors = np.zeros(self._spread.size)
+        self._factors = np.zeros((len(tried.parts), self._spread.size))  # of each study
+        self._kinship = np.where(np.arange(len(tried.parts))[:, None] == tried.studies, 1.0, kinship)
         self.log_likelihood = 0.0
-        self._seen = [knob[self._points] for knob in prior.knobs]
-        if self._points:
-            self._fit(values)
+        if len(tried.values):
+            self._fit()
 
-    def _effects(self, rows: Sequence[int] | slice) -> Array:
-        """(rows, points) covariances of the effects of single knobs and of two together."""
-        single, squares = np.zeros((2, len(self._prior.terms[rows]), len(self._points)))
-        for knob, seen in zip(self._prior.knobs, self._seen, strict=True):
-            one = knob[rows] @ seen.T
-            single += one
-            squares += one**2
-        return self._trust.knobs**2 * single + self._trust.together**2 * (single**2 - squares) / 2
-
-    def _own_effects(self) -> Array:
-        """(n,) variances of the same."""
-        own = [(knob**2).sum(1) for knob in self._prior.knobs]
-        single = sum(own, np.zeros(len(self._prior.terms)))
-        squares = sum((one**2 for one in own), np.zeros(len(self._prior.terms)))
-        return self._trust.knobs**2 * single + self._trust.together**2 * (single**2 - squares) / 2
-
-    def _fit(self, values: Array) -> None:
-        rest = self._effects(self._points) + self._prior.bias**2 + self._prior.noise**2 * np.eye(len(values))
+    def _fit(self) -> None:
+        tried = self._tried
+        kinship = self._kinship[tried.studies]
+        rest = self._covariance(tried.singles, tried.squares) + self._prior.bias**2
+        noise = self._prior.noise**2 * np.eye(len(tried.values))
         found = self._factors
         for _ in range(_ROUNDS):
             self._factors = found
-            logs, slopes = self._linearised(self._points)
-            residuals = values - logs + slopes @ self._factors
-            self._factor = cho_factor(rest + slopes @ slopes.T, lower=True)
+            logs, self._slopes = self._linearised_trials()
+            residuals = tried.values - logs + (self._slopes * self._factors[tried.studies]).sum(1)
+            self._factor = cho_factor((rest + self._slopes @ self._slopes.T) * kinship + noise, lower=True)
             self._solved = cho_solve(self._factor, residuals)
-            found = slopes.T @ self._solved
+            found = (self._kinship * self._solved) @ self._slopes
         self.log_likelihood = float(-residuals @ self._solved / 2 - np.log(np.diag(self._factor[0])).sum())
 
     def everywhere(self) -> tuple[Array, Array]:
         """(n,) mean and variance at every candidate."""
-        logs, slopes = self._linearised(slice(None))
-        own = (slopes**2).sum(1) + self._own_effects() + self._prior.bias**2
-        start = logs - slopes @ self._factors
-        if not self._points:
+        prior, tried = self._prior, self._tried
+        logs, slopes = self._linearised(prior.terms, prior.categories, self._factors[0])
+        alone = [(knob**2).sum(1) for knob in prior.knobs]
+        none = np.zeros(len(prior.terms))
+        effects = self._covariance(sum(alone, none), sum((one**2 for one in alone), none))
+        own = (slopes**2).sum(1) + effects + prior.bias**2
+        start = logs - slopes @ self._factors[0]
+        if not len(tried.values):
             return start, own
-        across = slopes @ slopes[self._points].T + self._effects(slice(None)) + self._prior.bias**2
+        effects = self._covariance(*tried.effects(prior.knobs))
+        across = (slopes @ self._slopes.T + effects + prior.bias**2) * self._kinship[0]
         explained = np.einsum("ij,ji->i", across, cho_solve(self._factor, across.T))
         return start + across @ self._solved, np.maximum(own - explained, 0.0)
 
-    def _linearised(self, rows: Sequence[int] | slice) -> tuple[Array, Array]:
-        """Of some candidates, where the factors were thought to be: logarithms of the sum of terms, and their slopes,
-        one for each factor."""
-        switches = self._switches[rows]
-        factors = self._factors.reshape(self._spread.shape) * self._spread
-        parts = self._prior.terms[rows] * np.exp(switches @ factors.T)
+    def _covariance(self, single: Array, squares: Array) -> Array:
+        """Of the effects of single knobs and of two together."""
+        found: Array = self._trust.knobs**2 * single + self._trust.together**2 * (single**2 - squares) / 2
+        return found
+
+    def _linearised_trials(self) -> tuple[Array, Array]:
+        """Of all trials, each with the factors of its study."""
+        tried = self._tried
+        logs, slopes = np.zeros(len(tried.values)), np.zeros((len(tried.values), self._spread.size))
+        for rows, factors in zip(tried.parts, self._factors, strict=True):
+            logs[rows], slopes[rows] = self._linearised(tried.terms[rows], tried.categories[rows], factors)
+        return logs, slopes
+
+    def _linearised(self, terms: Array, categories: Array, factors: Array) -> tuple[Array, Array]:
+        """Where factors are thought to be: logarithms of the sum of terms, and their slopes, one for each factor."""
+        switches = np.hstack([np.ones((len(terms), 1)), categories])
+        parts = terms * np.exp(switches @ (factors.reshape(self._spread.shape) * self._spread).T)
         total = np.maximum(parts.sum(1), _TINY)
         slopes = (parts / total[:, None])[:, :, None] * switches[:, None, :] * self._spread
-        return np.log(total), slopes.reshape(len(parts), -1)
+        return np.log(total), slopes.reshape(len(parts), self._spread.size)
 
 
 def matern(one: Array, other: Array) -> Array:

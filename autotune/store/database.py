@@ -17,6 +17,7 @@ from autotune.domain.page import Page
 from autotune.store.base import Clock, utc_now
 from autotune.store.catalog import BestRepository, ProfileRepository
 from autotune.store.devices import DeviceLeaseRepository, HostRepository
+from autotune.store.earlier import EarlierRepository
 from autotune.store.events import EventRepository
 from autotune.store.migrations import require_head, upgrade_to_head
 from autotune.store.secrets import SessionRepository, SettingsRepository, TokenRepository
@@ -37,6 +38,7 @@ class Transaction:
         self.trials = TrialRepository(connection, clock, self.events)
         self.studies = StudyRepository(connection, clock, self.events, self.trials)
         self.best = BestRepository(connection, clock)
+        self.earlier = EarlierRepository(connection, clock)
         self.profiles = ProfileRepository(connection, clock)
         self.hosts = HostRepository(connection, clock)
         self.leases = DeviceLeaseRepository(connection, clock)

@@ -38,7 +38,7 @@ class TrialRepository(Repository):
                 prediction=prediction, detail="", repeats=(), started_at=self._clock())
             .returning(*trials.c)).one()
         self._events.append(study_id, EventKind.TRIAL_STARTED, {"number": number, "role": role})
-        return _trial(row)
+        return read_trial(row)
 
     def finish(self, study_id: str, epoch: int, number: int, report: TrialReport, *, log: str) -> Trial:
         """Record a running trial's verdict.
@@ -56,7 +56,7 @@ class TrialRepository(Repository):
             raise NotFoundError(f"study {study_id} has no running trial {number}")
         self._append_log(study_id, number, log)
         self._events.prune_progress(study_id)
-        return self._finished(_trial(row))
+        return self._finished(read_trial(row))
 
     def add_repeat(self, study_id: str, epoch: int, number: int, measurement: Measurement, *, log: str = "") -> Trial:
         """Add a further measurement of a finished trial's configuration.
@@ -71,7 +71,7 @@ class TrialRepository(Repository):
             .returning(*trials.c)).one()
         self._append_log(study_id, number, log)
         self._events.prune_progress(study_id)
-        return self._finished(_trial(row))
+        return self._finished(read_trial(row))
 
     def fail_repeat(self, study_id: str, epoch: int, number: int, report: TrialReport, *, log: str = "") -> Trial:
         """Record that a finished trial's configuration failed when it was measured again: that verdict stands.
@@ -89,7 +89,7 @@ class TrialRepository(Repository):
             raise NotFoundError(f"study {study_id} has no trial {number}")
         self._append_log(study_id, number, log)
         self._events.prune_progress(study_id)
-        return self._finished(_trial(row))
+        return self._finished(read_trial(row))
 
     def announce_repeat(self, study_id: str, epoch: int, number: int) -> Trial:
         """Tell the readers that a finished trial's configuration is being measured again.
@@ -135,7 +135,7 @@ class TrialRepository(Repository):
         """All trials of a study by number; none for an unknown study."""
         rows = self._connection.execute(
             select(trials).where(trials.c.study_id == study_id).order_by(trials.c.number))
-        return tuple(_trial(row) for row in rows)
+        return tuple(read_trial(row) for row in rows)
 
     def page(self, study_id: str, *, cursor: str | None = None, limit: int = 50) -> Page[Trial]:
         """Trials of a study by number.
@@ -152,7 +152,7 @@ class TrialRepository(Repository):
         if not rows:
             self._require_study(study_id)
         more = len(rows) > limit
-        return Page(items=tuple(_trial(row) for row in rows[:limit]),
+        return Page(items=tuple(read_trial(row) for row in rows[:limit]),
                     next_cursor=encode_cursor(rows[limit - 1].number) if more else None)
 
     def count(self, study_id: str | None = None) -> dict[str, int]:
@@ -169,7 +169,7 @@ class TrialRepository(Repository):
         Raises:
             NotFoundError: no such study or trial.
         """
-        return _trial(self._one(study_id, number, trials.c.values()))
+        return read_trial(self._one(study_id, number, trials.c.values()))
 
     def log(self, study_id: str, number: int) -> str:
         """What the trial's worker processes wrote, repeats included; empty while it runs.
@@ -211,8 +211,12 @@ def _is(study_id: str, number: int) -> tuple[Any, Any]:
     return trials.c.study_id == study_id, trials.c.number == number
 
 
-def _trial(row: Row[Any]) -> Trial:
-    """Raises: UnreadableError."""
+def read_trial(row: Row[Any]) -> Trial:
+    """A whole row as the domain's value.
+
+    Raises:
+        UnreadableError: it is not of this release.
+    """
     require_readable(row, f"trial {row.number} of study {row.study_id}")
     return Trial(
         study_id=row.study_id, number=row.number, role=TrialRole(row.role), state=TrialState(row.state),

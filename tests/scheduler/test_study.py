@@ -69,6 +69,8 @@ async def test_what_won_before_is_tried_first(any_database: Database) -> None:
     assert (trials[1].role, trials[1].config) == (TrialRole.SUGGESTED, first.best.config)
     assert second.note is not None
     assert f"tried first what won in study {first.id[:8]}" in second.note
+    assert (f"predictions began corrected by what was measured in 16 trials of study {first.id[:8]} (the same model on "
+            "this hardware)") in second.note
 
 
 def _odd_one_is_fastest(request: TrialRequest) -> TrialReport:

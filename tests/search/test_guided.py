@@ -85,7 +85,7 @@ def arrays(*seconds: float, loads: tuple[float, ...] = ()) -> Arrays:
     if not loads:
         return made
     memory = dataclasses.replace(made.time, terms=np.array(loads)[:, None], bias=0.05)
-    return dataclasses.replace(made, places=(Place(memory=memory, limit=0.0),))
+    return dataclasses.replace(made, places=(Place(memory=memory, names=("load",), limit=0.0),))
 
 
 def asked(arrays_: Arrays, *told: tuple[int, float | None], is_open: tuple[bool, ...] = (True, True, True),

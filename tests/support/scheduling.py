@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from autotune.domain.earlier import EarlierStudy
 from autotune.domain.request import SearchRequest
 from autotune.domain.study import Study, StudyState, Trial
 from autotune.scheduler.launcher.base import Launcher
@@ -41,8 +42,9 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 class DirectSuggester:
     """Suggests without a helper process."""
 
-    async def suggest(self, plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> TrainConfig | None:
-        return suggest(plan, trials, search)
+    async def suggest(self, plan: Plan, trials: Sequence[Trial], search: SearchRequest,
+                      earlier: Sequence[EarlierStudy] = ()) -> TrainConfig | None:
+        return suggest(plan, trials, search, earlier)
 
 
 class Working:
