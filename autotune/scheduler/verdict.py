@@ -93,7 +93,7 @@ def contenders(request: StudyRequest, trials: Sequence[Trial]) -> list[int]:
 def next_repeat(request: StudyRequest, trials: Sequence[Trial]) -> Trial | None:
     """Which finalist is measured next: round after round, every other round backwards, so that drift hits all alike.
 
-    None once the rounds asked for are over, or those so far tell the winner from all others.
+    None once the rounds asked for are over, or those so far tell the winner from all other finalists.
     """
     order = contenders(request, trials)
     waiting = [trial for trial in trials
@@ -104,7 +104,7 @@ def next_repeat(request: StudyRequest, trials: Sequence[Trial]) -> Trial | None:
     if round_number >= _LEAST_ROUNDS and len(waiting) == len(order) and all(
             len(trial.repeats) == round_number for trial in waiting):
         choice = choose(trials, among=order)
-        if choice is not None and not choice.tie_with:
+        if choice is not None and set(order).isdisjoint(choice.tie_with):
             return None
     direction = 1 if round_number % 2 == 0 else -1
     return min((trial for trial in waiting if len(trial.repeats) == round_number),

@@ -3,7 +3,7 @@
 The objective is throughput, tokens per second at the fixed global batch, never the time of one forward pass: a smaller
 micro-batch is always quicker per pass. Only trials that ended `ok` can win; a measurement taken under contention counts
 only for the record. Trials measured again in the same rounds are compared round by round (`paired`), others by their
-intervals.
+intervals, which are no narrower than measurements of one trial lie apart.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from autotune.domain.study import Trial, TrialRole
 from autotune.domain.throughput import Throughput, is_valid, may_win, throughput
-from autotune.search.paired import Gain, Rounds
+from autotune.search.paired import Gain, Rounds, scatter
 from autotune.search.plan import Plan
 from engine.config import TrainConfig
 from engine.values import Value
@@ -28,7 +28,8 @@ class Choice(Value):
         confirmed: measured again.
         baseline_tokens_per_second: what it reaches in the rounds in which the winner reaches its own.
         speedup: tokens per second over the baseline's; None where the baseline has no valid measurement.
-        tie_with: numbers of trials that may be as fast as the fastest, the winner itself left out.
+        tie_with: numbers of trials that may be as fast as the fastest, the winner itself left out; also of such that
+            were measured only once.
     """
 
     trial_number: int
@@ -82,8 +83,9 @@ def choose(trials: Sequence[Trial], *, among: Sequence[int] | None = None) -> Ch
         return None
     compare = _Comparison(trials, rates)
     fastest = compare.fastest(eligible)
-    tied = [number for number in eligible if not compare.gain(fastest, number).is_shown]
-    close = [number for number in tied if compare.gain(fastest, number).ratio <= 1 + (_EQUAL if among else 0)]
+    tied = [number for number in rates if not compare.gain(fastest, number).is_shown]
+    close = [number for number in tied if number in eligible
+             and compare.gain(fastest, number).ratio <= 1 + (_EQUAL if among else 0)]
     winner = min(close, key=lambda number: (_peak(by_number[number]), number))
     trial, rate = by_number[winner], rates[winner]
     baseline = next((other for other in trials if other.role is TrialRole.BASELINE), None)
@@ -133,7 +135,8 @@ class _Comparison:
     """Of trials with each other: paired where they share rounds, else as independent rates."""
 
     def __init__(self, trials: Sequence[Trial], rates: Mapping[int, Throughput]) -> None:
-        self._rates, self._rounds = rates, Rounds(trials)
+        self._rates, self._rounds, self._scatter = rates, Rounds(trials), scatter(trials)
+        self._runs = {trial.number: sum(is_valid(run) for run in trial.measurements) for trial in trials}
 
     def gain(self, number: int, other: int) -> Gain:
         """Throughput of the first over the second's."""
@@ -145,7 +148,8 @@ class _Comparison:
         rate, reference = self._rates[number], self._rates[other]
         ratio = rate.tokens_per_second / reference.tokens_per_second
         # relative errors add in squares: first-order error propagation
-        error = math.hypot(rate.relative_error, reference.relative_error)
+        error = max(math.hypot(rate.relative_error, reference.relative_error),
+                    math.expm1(self._scatter.error(self._runs[number], self._runs[other])))
         return Gain(ratio, (ratio / (1 + error), ratio * (1 + error)))
 
     def fastest(self, numbers: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ of how far they scatter.
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +66,36 @@ class Rounds:
         error = math.sqrt(self._variance * float(contrast @ self._spread @ contrast))
         half = t_quantile(0.975, self._freedom) * error
         return Gain(math.exp(log), (math.exp(log - half), math.exp(log + half)))
+
+
+class Scatter(NamedTuple):
+    """How far measurements of one trial lie apart.
+
+    Attributes:
+        deviation: of the logarithm of a measurement's mean step time.
+        freedom: degrees of freedom of that estimate; 0: nothing is known.
+    """
+
+    deviation: float
+    freedom: int
+
+    def error(self, count: int, other: int) -> float:
+        """Half the 95 % confidence interval of the logarithm of a ratio of two trials with so many measurements."""
+        if not self.freedom:
+            return 0.0
+        return t_quantile(0.975, self.freedom) * self.deviation * math.sqrt(1 / count + 1 / other)
+
+
+def scatter(trials: Sequence[Trial]) -> Scatter:
+    """Over all trials that were measured again: a machine drifts, so that one measurement, however even its steps,
+    says less of the next."""
+    squares, freedom = 0.0, 0
+    for trial in trials:
+        logs = [math.log(fmean(run.step_seconds)) for run in trial.measurements if is_valid(run)]
+        if may_win(trial) and len(logs) > 1:
+            squares += variance(logs) * (len(logs) - 1)
+            freedom += len(logs) - 1
+    return Scatter(math.sqrt(squares / freedom) if freedom else 0.0, freedom)
 
 
 def _within(run: Measurement) -> float:

@@ -12,6 +12,7 @@ from autotune.scheduler.verdict import (
     progress_of,
     why_hopeless,
 )
+from autotune.search.choose import choose
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome
 from engine.spec import GptSpec, PythonSpec
@@ -112,6 +113,19 @@ def test_rounds_end_once_the_winner_is_told_from_all_others() -> None:
         again = sample_measurement(seconds[chosen.number])
         trials[chosen.number] = chosen.model_copy(update={"repeats": (*chosen.repeats, again)})
     assert order == [1, 2, 0, 0, 2, 1]
+
+
+def test_rounds_do_not_go_on_for_a_tie_with_one_that_they_do_not_measure() -> None:
+    """All took 1.25 times as long at first. Trial 3 was measured only then, and may be as fast as trial 1."""
+    request = sample_request(search={"confirm_rounds": 5, "finalists": 2})
+    later = {0: 0.72, 1: 0.08, 2: 0.088}
+    trials = [trial(number, 1.25 * seconds, repeats=(sample_measurement(seconds),) * 2)
+              for number, seconds in later.items()]
+    trials.append(trial(3, 0.115))
+    choice = choose(trials, among=[1, 2, 0])
+    assert choice is not None
+    assert (choice.trial_number, choice.tie_with) == (1, (3,))
+    assert next_repeat(request, trials) is None
 
 
 def test_a_single_contender_needs_no_comparison() -> None:

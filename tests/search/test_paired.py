@@ -7,7 +7,7 @@ import pytest
 
 from autotune.domain.study import Trial
 from autotune.search.choose import choose
-from autotune.search.paired import Rounds
+from autotune.search.paired import Rounds, scatter
 from engine.config import TrainConfig
 from engine.report import Outcome
 from tests.search.support import MIB, finished, measurement
@@ -64,7 +64,38 @@ class TestRounds:
         assert 0.92 * 300 <= covered <= 0.99 * 300
 
 
+class TestScatter:
+    def test_it_is_of_measurements_around_their_trial_s_mean(self) -> None:
+        """Two trials 1.02 times apart from one measurement to the next: deviations of log 1.02 / sqrt 2 each."""
+        found = scatter([trial(0, 1.02), trial(1, 2.04, first=2.0), trial(2, first=9.0)])
+        assert found.freedom == 2
+        assert found.deviation == pytest.approx(math.log(1.02) / math.sqrt(2))
+        assert found.error(1, 4) == pytest.approx(4.303 * found.deviation * math.sqrt(1.25), rel=1e-3)
+
+    def test_without_repeats_nothing_is_known(self) -> None:
+        assert scatter([trial(0), trial(1)]).error(1, 1) == 0.0
+        assert scatter([trial(0, 0), trial(1, 1.0, outcome=Outcome.CRASHED)]).freedom == 0
+
+    def test_intervals_hold_what_they_say(self) -> None:
+        """Of one trial measured three times and one measured once, beside another that was measured three times."""
+        random, covered = Random(2), 0
+        for _ in range(300):
+            once, *runs = (math.exp(random.gauss(0, 0.02)) for _ in range(7))
+            trials = [trial(0, *runs[1:3], first=runs[0]), trial(1, *runs[4:6], first=runs[3]), trial(2, first=once)]
+            means = [sum(math.log(run) for run in runs[:3]) / 3, math.log(once)]
+            covered += abs(means[0] - means[1]) <= scatter(trials).error(3, 1)
+        assert 0.92 * 300 <= covered <= 0.99 * 300
+
+
 class TestChoice:
+    def test_one_measured_only_once_ties_where_others_scatter_as_far(self) -> None:
+        """3 % slower in its one measurement, which is as far as the others' lie apart; 20 % is not. It cannot win."""
+        trials = [trial(0, 1.03, 1.0, 1.03), trial(1, 1.06, 1.03, 1.06, first=1.03), trial(2, first=1.03, peak=1),
+                  trial(3, first=1.2)]
+        choice = choose(trials, among=[0, 1])
+        assert choice is not None
+        assert (choice.trial_number, choice.tie_with) == (0, (2,))
+
     def test_of_finalists_that_rounds_cannot_tell_apart_the_smaller_wins(self) -> None:
         trials = [trial(0, 2.0, 2.1, peak=4 * MIB), trial(1, 1.0, 1.1, peak=3 * MIB),
                   trial(2, 1.008, 1.099, peak=2 * MIB)]
