@@ -1,6 +1,6 @@
 """How few trials each sampler needs to come close to the best configuration.
 
-    python -m benchmarks.search [--json FILE] [--samplers guided,tpe] [--studies N] [--first SEED]
+    python -m benchmarks.search [--json FILE] [--parts abc] [--samplers guided,tpe] [--studies N] [--first SEED]
 
 (a) Simulated surfaces, with seeds from SEED on, of which the samplers know a prediction that is off by up to 2 times in
     everything it goes by. Regret: how much longer a step takes than at best. Empty: not within 20 trials.
@@ -8,6 +8,8 @@
 (c) A grid of configurations of the bundled engine, all measured on one machine; --rebuild measures it again, which
     takes about ten minutes and wants a quiet machine.
 (d) What a suggestion costs.
+(e) What guided gains from an earlier study, on pairs of simulated surfaces of which the prediction is off in the same
+    way, more or less; and that it does not lose where it is off in another, or in the opposite way.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import optuna
 from autotune.domain.request import Sampler, SearchRequest
 from autotune.search.suggest import suggest
 from benchmarks import replay, report
-from benchmarks.search import grid, groups
+from benchmarks.search import grid, groups, warm
 from benchmarks.search.problems import Problem, make_trial, run_study, summary
 from benchmarks.search.surfaces import large_surface, surface
 
@@ -35,6 +37,7 @@ SLOW = 5
 
 def options() -> argparse.Namespace:
     parser = report.parser(__doc__)
+    parser.add_argument("--parts", default="abcde", help="which of these (%(default)s)")
     parser.add_argument("--samplers", default=",".join(SAMPLERS), metavar="NAMES", help="all by default")
     parser.add_argument("--studies", type=int, default=50, metavar="N", help="simulated surfaces (50)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first surface (0)")
@@ -81,6 +84,11 @@ def on_grid(samplers: list[Sampler]) -> Iterator[report.Row]:
                "trials to 2 %": median(score.trials_to_within() for score in scores)}
 
 
+def after_others(samplers: list[Sampler], seeds: range) -> Iterator[report.Row]:
+    if "guided" in samplers:
+        yield from ({"part": "e", **row} for row in warm.rows(seeds, trials=TRIALS))
+
+
 def costs(samplers: list[Sampler]) -> Iterator[report.Row]:
     problem = large_surface()
     for sampler in samplers:
@@ -112,9 +120,11 @@ def main() -> int:
         grid.FILE.write_text(grid.measure(rounds=2).model_dump_json(indent=1) + "\n")
         return 0
     samplers: list[Sampler] = asked.samplers.split(",")
+    seeds = range(asked.first, asked.first + asked.studies)
+    parts = {"a": on_surfaces(samplers, seeds), "b": on_groups(samplers), "c": on_grid(samplers), "d": costs(samplers),
+             "e": after_others(samplers, seeds)}
     rows: list[report.Row] = []
-    for part in (on_surfaces(samplers, range(asked.first, asked.first + asked.studies)), on_groups(samplers),
-                 on_grid(samplers), costs(samplers)):
+    for part in (part for name, part in parts.items() if name in asked.parts):
         found = [{name: None if value == inf else value for name, value in row.items()} for row in part]
         rows += found
         if found:

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import NamedTuple
 
+from autotune.domain.earlier import EarlierStudy
 from autotune.domain.request import Sampler, SearchRequest
 from autotune.domain.study import Trial, TrialRole, TrialState
 from autotune.search.choose import finalists
@@ -73,18 +74,28 @@ def run_study(problem: Problem, sampler: Sampler, *, trials: int, seed: int = 0)
     The regret is that of the best among the configurations measured fastest, because a study measures these again
     until it can tell them apart.
     """
+    return score(problem, run_trials(problem, sampler, trials=trials, seed=seed))
+
+
+def run_trials(problem: Problem, sampler: Sampler, *, trials: int, seed: int = 0,
+               earlier: Sequence[EarlierStudy] = ()) -> list[Trial]:
+    """The trials of one study; the baseline is the first."""
     search = SearchRequest(sampler=sampler, seed=seed, min_expected_gain=0)
     done: list[Trial] = []
-    regrets: list[float] = []
     while len(done) < trials:
-        config = suggest(problem.plan, done, search) if done else problem.plan.baseline
+        config = suggest(problem.plan, done, search, earlier) if done else problem.plan.baseline
         if config is None:
             break
         done.append(make_trial(problem, len(done), config))
-        regrets.append(min((problem.truth(done[number].config).step_seconds / problem.best_seconds - 1
-                            for number in finalists(done, _FINALISTS)), default=float("inf")))
-    lost = sum(trial.outcome is not None and trial.outcome.is_out_of_memory for trial in done)
-    return Score(tuple(regrets), lost)
+    return done
+
+
+def score(problem: Problem, trials: Sequence[Trial]) -> Score:
+    """How a study of these trials went."""
+    regrets = tuple(min((problem.truth(trials[number].config).step_seconds / problem.best_seconds - 1
+                         for number in finalists(trials[:count], _FINALISTS)), default=float("inf"))
+                    for count in range(1, len(trials) + 1))
+    return Score(regrets, sum(trial.outcome is not None and trial.outcome.is_out_of_memory for trial in trials))
 
 
 def summary(scores: Sequence[Score]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotune.domain.request import StudyRequest
 from autotune.predict import predict
@@ -46,16 +46,17 @@ def large_surface() -> Problem:
 def _problem(plan: Plan, seed: int) -> Problem:
     random = Random(seed)
     real = _model_off(plan.model, random), _hardware_off(plan.hardware, random)
-    return make_problem(f"surface {seed}", plan, _truth(plan, real, seed))
+    return make_problem(f"surface {seed}", plan, _truth(plan, real, Effects(seed)))
 
 
-def _truth(plan: Plan, real: tuple[ModelProfile, HardwareProfile], seed: int) -> Callable[[TrainConfig], Truth]:
+def _truth(plan: Plan, real: tuple[ModelProfile, HardwareProfile],
+           effects: "Effects") -> Callable[[TrainConfig], Truth]:
     @cache
     def truth(config: TrainConfig) -> Truth:
         expected = predict(*real, plan.request.training.optimizer, config)
         assert expected.step_seconds is not None
-        seconds = expected.step_seconds * _roughness(plan, config, seed)
-        random = Random(f"{seed} {config.model_dump_json()}")
+        seconds = expected.step_seconds * _roughness(plan, config, effects)
+        random = Random(f"{effects.seed} {config.model_dump_json()}")
         memory = math.exp(random.gauss(0, MEMORY_NOISE))
         return Truth(step_seconds=seconds, measured_seconds=seconds * math.exp(random.gauss(0, NOISE)),
                      peak_device_bytes=round(expected.peak_device_bytes * memory),
@@ -64,18 +65,36 @@ def _truth(plan: Plan, real: tuple[ModelProfile, HardwareProfile], seed: int) ->
     return truth
 
 
-def _roughness(plan: Plan, config: TrainConfig, seed: int) -> float:
+def _roughness(plan: Plan, config: TrainConfig, effects: "Effects") -> float:
     values = {knob.name: getattr(config, knob.name) for knob in plan.space.knobs if knob.is_active(config)}
-    total = sum(_effect(seed, (name, value)) for name, value in values.items())
+    total = sum(effects.of((name, value)) for name, value in values.items())
     names = [name for name in values if name in _ROUGH]
     for place, one in enumerate(names):
-        total += sum(_effect(seed, (one, values[one]), (other, values[other])) for other in names[place + 1:])
+        total += sum(effects.of((one, values[one]), (other, values[other])) for other in names[place + 1:])
     return math.exp(total)
+
+
+class Effects(NamedTuple):
+    """Of knobs' values; in part those of another seed.
+
+    Attributes:
+        likeness: correlation with those of `other`.
+    """
+
+    seed: int
+    other: int = 0
+    likeness: float = 0.0
+
+    def of(self, *values: tuple[str, Any]) -> float:
+        """Logarithm of the factor of one value, or of two together."""
+        own = _effect(self.seed, *values)
+        if not self.likeness:
+            return own
+        return self.likeness * _effect(self.other, *values) + math.sqrt(1 - self.likeness**2) * own
 
 
 @cache
 def _effect(seed: int, *of: tuple[str, Any]) -> float:
-    """Logarithm of the factor of one value, or of two together."""
     spread = math.prod(_ROUGH.get(name, _ROUGH_ELSE) for name, _ in of) ** (1 / len(of))
     return Random(f"{seed} {of}").gauss(0, spread if len(of) == 1 else _PAIR * spread)
 
@@ -114,6 +133,62 @@ def _model_off(model: ModelProfile, random: Random) -> ModelProfile:
                                     "flops_per_sample": model.flops_per_sample * _off(random)})
 
 
+# --- pairs of studies ---
+
+
+class Pair(NamedTuple):
+    """Two problems of which the first was solved before the second.
+
+    Attributes:
+        model, hardware, effects: correlations of what is off in one with what is off in the other; -1: the opposite.
+        same_model, same_hardware: whether both have the same.
+    """
+
+    name: str
+    same_model: bool
+    same_hardware: bool
+    model: float
+    hardware: float
+    effects: float
+
+
+PAIRS = (
+    Pair("the same model on other hardware", True, False, model=1.0, hardware=0.5, effects=0.7),
+    Pair("another size on the same hardware", False, True, model=0.5, hardware=1.0, effects=0.7),
+    Pair("the same model, nothing alike", True, False, model=0.0, hardware=0.0, effects=0.0),
+    Pair("the same model, all the opposite", True, False, model=-1.0, hardware=-1.0, effects=-1.0),
+)
+
+
+def problems(pair: Pair, seed: int) -> tuple[Problem, Problem]:
+    """The earlier problem and the later one, which is `surface(seed)`."""
+    small = seed % 2 == 0
+    later = _cpu_plan() if small else _accelerator_plan()
+    hardware = later.hardware if pair.same_hardware else _OTHER_CPU if small else _OTHER_ACCELERATOR
+    model = later.model if pair.same_model else _OTHER_SMALL_MODEL if small else _OTHER_LARGE_MODEL
+    earlier = _plan(model, hardware, global_batch=later.request.training.global_batch_size,
+                    limit=later.request.hardware.memory_limit_bytes,
+                    buckets=_SMALL_BUCKETS if small else _LARGE_BUCKETS)
+    own, random = seed + 500_000, Random(seed)
+    off = (_model_off(model, _Like(random, Random(own), pair.model)),
+           _hardware_off(hardware, _Like(random, Random(own + 1), pair.hardware)))
+    found = make_problem(f"before surface {seed}", earlier, _truth(earlier, off, Effects(own, seed, pair.effects)))
+    return found, surface(seed)
+
+
+class _Like(Random):
+    """Draws that resemble another's."""
+
+    def __init__(self, other: Random, own: Random, likeness: float) -> None:
+        super().__init__()
+        self._other, self._own, self._likeness = other, own, likeness
+
+    def uniform(self, a: float, b: float) -> float:
+        middle, other = (a + b) / 2, self._other.uniform(a, b)
+        return (middle + self._likeness * (other - middle)
+                + math.sqrt(1 - self._likeness**2) * (self._own.uniform(a, b) - middle))
+
+
 # --- what the plans know ---
 
 
@@ -133,7 +208,7 @@ def _large_plan() -> Plan:
 @cache
 def _accelerator_plan() -> Plan:
     return _plan(_LARGE_MODEL, _ACCELERATOR, global_batch=256, limit=None,
-                 buckets={name: [10_000_000, 100_000_000] for name in BUCKET_KNOBS})
+                 buckets=_LARGE_BUCKETS)
 
 
 def _plan(model: ModelProfile, hardware: HardwareProfile, *, global_batch: int, limit: int | None,
@@ -156,6 +231,7 @@ def _activations(saved: Mapping[str, int], *, transient: int) -> tuple[Activatio
 
 
 _SMALL_BUCKETS = {name: [2_000_000, 10_000_000] for name in BUCKET_KNOBS}
+_LARGE_BUCKETS = {name: [10_000_000, 100_000_000] for name in BUCKET_KNOBS}
 
 _SMALL_MODEL = ModelProfile(
     fingerprint="small", parameters=43_000_000, trainable_parameters=43_000_000, parameter_tensors=100,
@@ -185,3 +261,24 @@ _ACCELERATOR = HardwareProfile(
     matmul_flops_per_second={"fp32": 7e13, "bf16": 2e14, "fp16": 2e14}, copy_bytes_per_second=1.3e12,
     allreduce_bytes_per_second=1e11, allreduce_latency_seconds=5e-5, launch_seconds=3e-6,
     host_bytes_per_second=2e10, software={})
+
+_OTHER_SMALL_MODEL = _SMALL_MODEL.model_copy(update={
+    "fingerprint": "other small", "parameters": 30_400_000, "trainable_parameters": 30_400_000, "block_count": 4,
+    "flops_per_sample": 6 * 30.4e6 * 32, "activations": _activations(
+        {"none": 13 * _MIB, "selective": 8 * _MIB, "full": 2 * _MIB}, transient=4 * _MIB)})
+"""Half the blocks."""
+
+_OTHER_LARGE_MODEL = _LARGE_MODEL.model_copy(update={
+    "fingerprint": "other large", "parameters": 820_000_000, "trainable_parameters": 820_000_000, "block_count": 24,
+    "flops_per_sample": 6 * 0.82e9 * 1024, "activations": _activations(
+        {"none": 2_600 * _MIB, "selective": 1_600 * _MIB, "full": 200 * _MIB}, transient=600 * _MIB)})
+"""Half the blocks."""
+
+_OTHER_CPU = _CPU.model_copy(update={
+    "fingerprint": "other cpu", "world_size": 4, "matmul_flops_per_second": {"fp32": 6e10, "bf16": 2e11, "fp16": 3e10},
+    "copy_bytes_per_second": 8e9, "allreduce_bytes_per_second": 2e9, "host_memory_bytes": 16384 * _MIB})
+
+_OTHER_ACCELERATOR = _ACCELERATOR.model_copy(update={
+    "fingerprint": "other accelerator", "world_size": 16, "memory_bytes": 80 * 1024 * _MIB,
+    "host_memory_bytes": 1024 * 1024 * _MIB, "matmul_flops_per_second": {"fp32": 5e13, "bf16": 6e14, "fp16": 6e14},
+    "copy_bytes_per_second": 2.5e12, "allreduce_bytes_per_second": 4e10, "host_bytes_per_second": 4e10})

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autotune.domain.request import Sampler
@@ -10,7 +11,8 @@ from autotune.predict.parallel import Parallel
 from benchmarks.replay import Group, Run
 from benchmarks.search import grid, groups
 from benchmarks.search.problems import Problem, Score, Truth, make_problem, run_study, summary
-from benchmarks.search.surfaces import large_surface, surface
+from benchmarks.search.surfaces import PAIRS, Pair, large_surface, problems, surface
+from benchmarks.search.warm import after_another
 from engine.config import TrainConfig
 from engine.report import Outcome
 from tests.search.support import MIB, hardware_profile, model_profile, study_plan, study_request
@@ -80,6 +82,38 @@ class TestSurfaces:
 
     def test_the_large_one_is_as_large_as_suggestions_are_timed_on(self) -> None:
         assert len(large_surface().plan.candidates) >= 5000
+
+
+class TestPairs:
+    @pytest.mark.parametrize("seed", [0, 1])
+    @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+    def test_what_is_off_in_one_is_off_in_the_other_as_far_as_the_pair_says(self, pair: Pair, seed: int) -> None:
+        before, later = problems(pair, seed)
+        assert (before.plan.model == later.plan.model) == pair.same_model
+        assert (before.plan.hardware == later.plan.hardware) == pair.same_hardware
+        assert later.best_seconds == surface(seed).best_seconds
+        off = [[_log_off(problem, config) for config in _common(before, later)] for problem in (before, later)]
+        likeness = float(np.corrcoef(off)[0, 1])
+        if pair.model == pair.hardware:  # else it lies between
+            assert likeness < -0.7 if pair.model < 0 else abs(likeness) < 0.8
+        else:
+            assert likeness > 0.3
+
+    def test_the_earlier_study_is_told(self) -> None:
+        found = after_another(PAIRS[1], 0, trials=3, told=8)
+        assert len(found.regrets) == 3
+        assert found.regrets[-1] < run_study(surface(0), "guided", trials=3).regrets[-1]
+
+
+def _common(before: Problem, later: Problem) -> list[TrainConfig]:
+    """Of the later problem, as the earlier one's devices accumulate."""
+    share = before.plan.hardware.world_size // later.plan.hardware.world_size
+    found = [candidate.config for candidate in later.plan.candidates[::40]]
+    return [config for config in found if config.gradient_accumulation_steps % share == 0]
+
+
+def _log_off(problem: Problem, config: TrainConfig) -> float:
+    return math.log(problem.truth(config).step_seconds / (problem.plan.predict(config).step_seconds or math.nan))
 
 
 def group() -> Group:
