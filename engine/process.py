@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -43,6 +44,25 @@ def give_back_memory() -> None:
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def return_blocks_at_once() -> None:
+    """Have glibc give every larger block back when it is freed: resident memory is what is in use, at the price of
+    page faults that can double the time of a step."""
+    _set_heap(mmap_threshold=256 * 2**10, trim_threshold=16 * 2**20)
+
+
+def keep_freed_blocks() -> None:
+    """Have glibc keep freed memory for the next block, as it does by itself in a process that trains: these are the
+    largest thresholds that it comes to (mallopt(3))."""
+    _set_heap(mmap_threshold=32 * 2**20, trim_threshold=64 * 2**20)
+
+
+def _set_heap(*, mmap_threshold: int, trim_threshold: int) -> None:
+    with suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, mmap_threshold)
+        mallopt(_M_TRIM_THRESHOLD, trim_threshold)
 
 
 class ResidentMemory(NamedTuple):
