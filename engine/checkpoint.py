@@ -10,7 +10,6 @@ one of the two names that a load looks for.
 
 import hashlib
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from engine.buckets import Bucket
 from engine.consolidate import TrainingState
 from engine.errors import ConfigurationError
-from engine.files import sync, together
+from engine.files import first_ranks_path, sync, together
 from engine.flat_shard import FlatLoadPlanner, FlatSavePlanner, FlatShard
 from engine.owned import Slice
 from engine.values import Value
@@ -80,7 +79,7 @@ def save_checkpoint(state: TrainingState, progress: Progress, path: Path) -> Non
         ConfigurationError: something other than a checkpoint is there, or nothing can be written there.
     """
     ranks, is_first = state.ranks, state.ranks.rank == 0
-    path = Path(ranks.gather_objects(os.path.realpath(path))[0])
+    path = first_ranks_path(ranks, path)
     new = path.with_name(f".{path.name}.new")
     together(ranks, lambda: _make_room(path, new) if is_first else None)
     entries = {**_parameter_entries(state), **(_buffer_entries(state) if is_first else {})}
@@ -111,7 +110,7 @@ def load_checkpoint(state: TrainingState, path: Path, *, before_change: Callable
             every rank. Nothing was changed, unless damage to what a file contains came to light while it was read.
     """
     ranks = state.ranks
-    path = Path(ranks.gather_objects(os.path.realpath(path))[0])
+    path = first_ranks_path(ranks, path)
     path = together(ranks, lambda: _present(path))
     manifest, metadata = together(ranks, lambda: _read(state, path))
     entries = {**_parameter_entries(state), **_buffer_entries(state)}

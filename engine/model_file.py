@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from engine.consolidate import TrainingState, saved_dtype, whole_buckets
 from engine.errors import ConfigurationError
-from engine.files import sync, together
+from engine.files import real_path, sync, together
 
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
                 torch.complex64: "C64", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -60,7 +60,7 @@ def save_model(state: TrainingState, path: Path, dtype: torch.dtype) -> None:
     def write() -> None:
         try:
             if state.ranks.rank == 0:
-                _write(Path(os.path.realpath(path)), layout, tensors)
+                _write(real_path(path), layout, tensors)
         finally:
             deque(tensors, maxlen=0)  # the other ranks, and a first one that cannot write, gather with the rest
 
@@ -76,8 +76,9 @@ def load_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigurationError: there is no such file, it is damaged, or it is of another model; names `path`.
     """
+    found = real_path(path)
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(found, framework="pt") as file:
             names, notes = list(file.keys()), file.metadata() or {}
             values = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:

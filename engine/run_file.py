@@ -37,9 +37,12 @@ def load_run_file(path: Path) -> RunFile:
         ConfigurationError: there is no such file, or it is no run file; the message names the fields.
     """
     try:
-        return RunFile.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}", fields=()) from error
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # the latter where nothing can be called so
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"cannot read {str(path)!r}: {why}", fields=()) from error
+    try:
+        return RunFile.model_validate_json(content)
     except ValidationError as error:
         problems = error.errors(include_url=False)
         fields = tuple(".".join(map(str, problem["loc"])) for problem in problems)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine import ConfigurationError, OptimizerConfig, TrainConfig
+from engine import ConfigurationError, OptimizerConfig, TrainConfig, load_model
 from engine.flat_shard import PIECE
 from engine.process import reset_peak_resident, resident_memory
 from engine.trainer import Trainer
@@ -322,6 +322,35 @@ def _save_under_own_name(setup: Setup, folder: Path) -> None:
 def test_the_first_ranks_path_is_every_ranks(ranks: RanksOf, tmp_path: Path) -> None:
     ranks(3).run(_save_under_own_name, ZERO2, tmp_path)
     assert os.listdir(tmp_path) == ["of rank 0"]
+
+
+NO_NAMES = ("a\0b", "half \ud800", "/")
+
+
+def _refused_by_name(setup: Setup, folder: Path, name: str) -> list[str]:
+    """What each way to save or load says to a path; the first rank's counts."""
+    trainer = start(setup)
+    told = []
+    path = os.path.join(folder, name) if trainer.rank == 0 else folder / "fine"
+    for action in (trainer.save_checkpoint, trainer.load_checkpoint, trainer.save_model):
+        with pytest.raises(ConfigurationError) as caught:
+            action(path)
+        assert caught.value.fields == ("path",)
+        told.append(str(caught.value))
+    run_step(trainer, 0)  # ranks still agree on what comes next
+    trainer.close()
+    return told
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_what_cannot_be_a_name_is_told_on_every_rank(ranks: RanksOf, tmp_path: Path, name: str) -> None:
+    first, second = ranks(2).run(_refused_by_name, ZERO2, tmp_path, name)
+    assert first == second
+    assert all("cannot be a name" in text or "/ is the root folder" in text for text in first)
+    with pytest.raises(ConfigurationError, match="path: ") as caught:
+        load_model(nn.Linear(1, 1), tmp_path / name)
+    assert caught.value.fields == ("path",)
+    assert os.listdir(tmp_path) == []
 
 
 # Memory

@@ -92,6 +92,8 @@ def test_a_broken_file_is_refused(text: str, message: str, tmp_path: Path) -> No
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="No such file"):
         load_run_file(tmp_path / "missing.json")
+    with pytest.raises(ConfigurationError, match=r"cannot read .*null byte"):
+        load_run_file(tmp_path / "a\0b")
 
 
 def test_a_files_own_python_task_needs_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
