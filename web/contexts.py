@@ -6,15 +6,14 @@ from datetime import datetime
 from typing import Any
 
 from autotune.domain.prediction import Prediction
-from autotune.domain.study import BestConfig, PlanSummary, Study, StudyPhase, StudyState, Trial
+from autotune.domain.study import BestConfig, Study, StudyPhase, StudyState, Trial
 from autotune.domain.throughput import Throughput, shown_gain, shown_throughput
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome
 from web.measured import fastest
+from web.plan_view import PlanView, Segment, segments
 from web.trials_view import KNOBS
 from web.words import OUTCOMES, PHASES, ROLES, Cue, describe_model, study_cue, trial_cue
-
-_SHOWN_FASTEST = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +31,7 @@ class StudyRow:
     tokens_per_second: float | None
     gain: float | None
     tie: bool
+    only_plans: bool
     created_at: datetime
 
 
@@ -112,26 +112,6 @@ class BestView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedRow:
-    """A configuration predicted to be fast: the knobs that vary, in words."""
-
-    text: str
-    step_seconds: float | None
-    peak_device_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanView:
-    """What the plan found: knobs with their values, rejections, most frequent first, and the fastest few."""
-
-    points: int
-    feasible: int
-    space: tuple[tuple[str, tuple[Any, ...]], ...]
-    rejections: tuple[tuple[str, int], ...]
-    fastest: tuple[PlannedRow, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class StudyPage:
     """The study page but for the trials table and the charts."""
 
@@ -153,18 +133,13 @@ class StudyPage:
         return not self.study.state.is_final
 
     @property
+    def only_plans(self) -> bool:
+        """Whether nothing is measured: the page shows the plan alone."""
+        return self.study.request.mode == "plan"
+
+    @property
     def phase_meaning(self) -> str:
         return PHASES[self.study.phase][1] if self.study.phase else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A piece of a stacked bar: where it starts and how long it is, in percent of the bar."""
-
-    label: str
-    value: float
-    start: float
-    length: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +202,7 @@ def study_row(study: Study) -> StudyRow:
         id=study.id, name=study.request.name, model=describe_model(study.request.model), devices=devices_text(study),
         cue=study_cue(study), phase=_phase_text(study), error=study.error, progress=progress_view(study),
         tokens_per_second=best.tokens_per_second if best else None, gain=best.speedup if best else None,
-        tie=bool(best and best.tie_with), created_at=study.created_at)
+        tie=bool(best and best.tie_with), only_plans=study.request.mode == "plan", created_at=study.created_at)
 
 
 def study_page(study: Study, trials: Sequence[Trial], *, plan: PlanView | None = None) -> StudyPage:
@@ -260,8 +235,10 @@ def trial_page(study: Study, trial: Trial, trials: Sequence[Trial]) -> TrialPage
 
 
 def devices_text(study: Study) -> str:
-    """How many of which: ``2 × CPU``, and by the device's name once it is known."""
+    """How many of which: ``2 × CPU``, and by the device's name once it is known; of a plan, by the cluster's."""
     hardware = study.request.hardware
+    if hardware.cluster_name is not None:
+        return f"{hardware.devices} × {hardware.cluster_name}"
     if study.best is not None:
         return f"{hardware.devices} × {study.best.hardware_profile.device_name}"
     if hardware.device != "auto":
@@ -304,16 +281,6 @@ def phase_steps(study: Study) -> tuple[PhaseStep, ...]:
               for index in range(len(order))]
     return tuple(PhaseStep(label=PHASES[phase][0], meaning=PHASES[phase][1], state=state)
                  for phase, state in zip(order, states, strict=True))
-
-
-def plan_view(plan: PlanSummary) -> PlanView:
-    return PlanView(points=plan.points, feasible=plan.feasible,
-                    space=tuple((name, tuple(values)) for name, values in plan.space.items()),
-                    rejections=tuple(sorted(plan.rejections.items(), key=lambda entry: -entry[1])),
-                    fastest=tuple(PlannedRow(
-                        text=" ".join(f"{name}={getattr(config, name)}" for name in plan.space),
-                        step_seconds=prediction.step_seconds, peak_device_bytes=prediction.peak_device_bytes)
-                        for config, prediction in plan.fastest[:_SHOWN_FASTEST]))
 
 
 def best_view(study: Study, trials: Sequence[Trial]) -> BestView | None:
@@ -365,7 +332,7 @@ def phase_segments(run: Measurement) -> tuple[Segment, ...]:
     values = {"data": phases.data, "forward": phases.forward, "backward": phases.backward,
               "optimizer step": max(phases.step - sum(offload.values()), 0.0),
               **{name: seconds for name, seconds in offload.items() if seconds}}
-    return _segments(values, scale=sum(values.values()))
+    return segments(values, scale=sum(values.values()))
 
 
 def memory_bar(prediction: Prediction | None, measured: int | None, limit: int | None) -> MemoryBar | None:
@@ -378,18 +345,9 @@ def memory_bar(prediction: Prediction | None, measured: int | None, limit: int |
     scale = 1.04 * max(largest, shown_limit or 0)
     if not scale:
         return None
-    return MemoryBar(segments=_segments(dict(prediction.device_bytes), scale=scale), total_bytes=total,
+    return MemoryBar(segments=segments(dict(prediction.device_bytes), scale=scale), total_bytes=total,
                      measured=None if measured is None else 100 * measured / scale,
                      limit=None if shown_limit is None else 100 * shown_limit / scale)
-
-
-def _segments(values: dict[str, Any], *, scale: float) -> tuple[Segment, ...]:
-    segments, start = [], 0.0
-    for label, value in values.items():
-        length = 100 * value / scale if scale else 0.0
-        segments.append(Segment(label=label, value=value, start=start, length=length))
-        start += length
-    return tuple(segments)
 
 
 def _stored_best(study: Study, best: BestConfig, trials: Sequence[Trial]) -> BestView:

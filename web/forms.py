@@ -46,6 +46,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Knobs that the form offers by ticking values; the editor has all of them."""
 
+PURPOSES: dict[str, str] = {"tune": "Measure on these devices", "plan": "Plan for a cluster that is not here"}
+"""What a study is for, by its mode. The field is not called `mode`, which tells the form from the editor."""
+
 MEMORY_UNITS: dict[str, int] = {"MiB": 2**20, "GiB": 2**30}
 
 
@@ -71,7 +74,9 @@ def default_values() -> dict[str, str]:
     training, budget = EXAMPLE["training"], EXAMPLE["budget"]
     values = {f"{kind}.{name}": text for kind, fields in _MODEL_FIELDS.items() for name, text in fields}
     return values | {
-        "name": EXAMPLE["name"], "kind": "gpt", "training.global_batch_size": str(training["global_batch_size"]),
+        "name": EXAMPLE["name"], "kind": "gpt", "purpose": "tune", "hardware.cluster": "",
+        "hardware.tensor_parallel": "1", "hardware.pipeline_parallel": "1",
+        "training.global_batch_size": str(training["global_batch_size"]),
         "training.optimizer.name": "adamw", "training.optimizer.lr": "3e-4",
         "training.optimizer.weight_decay": str(training["optimizer"]["weight_decay"]),
         "training.gradient_clipping": str(training["gradient_clipping"]), "hardware.device": "auto",
@@ -95,18 +100,20 @@ def request_body(values: Mapping[str, str], ticked: Mapping[str, Iterable[str]])
             model[name] = _json(text or "{}", f"{kind}.{name}")
         elif text or name in _TEXT_FIELDS:
             model[name] = text if name in _TEXT_FIELDS else _number(text)
+    plans = values.get("purpose") == "plan"
     optimizer = {name: _typed(values, f"training.optimizer.{name}") for name in ("lr", "weight_decay")}
-    search: dict[str, Any] = {"sampler": values.get("search.sampler", "")} | _given(values, "search", ("seed",))
+    search: dict[str, Any] = {} if plans else {"sampler": values.get("search.sampler", "")} | _given(
+        values, "search", ("seed",))
     if values.get("space") == "chosen":
         search["space"] = _space(values, ticked)
     return {
-        "name": values.get("name", ""), "model": model,
+        "name": values.get("name", ""), **({"mode": "plan"} if plans else {}), "model": model,
         "training": {**_given(values, "training", ("global_batch_size", "gradient_clipping")),
                      "optimizer": {"name": values.get("training.optimizer.name", "")}
                      | {name: value for name, value in optimizer.items() if value is not None}},
-        "hardware": {"device": values.get("hardware.device", ""), **_given(values, "hardware", ("devices",)),
-                     "memory_limit_bytes": _memory_limit(values)},
-        "search": search, "budget": _given(values, "budget", ("max_trials", "max_seconds"))}
+        "hardware": {**(_planned(values) if plans else {"device": values.get("hardware.device", "")}),
+                     **_given(values, "hardware", ("devices",)), "memory_limit_bytes": _memory_limit(values)},
+        "search": search, **({} if plans else {"budget": _given(values, "budget", ("max_trials", "max_seconds"))})}
 
 
 class FormError(ValueError):
@@ -165,6 +172,14 @@ def _space(values: Mapping[str, str], ticked: Mapping[str, Iterable[str]]) -> di
         space["micro_batch_size"] = "auto" if sizes == "auto" else [
             _number(size) for size in sizes.replace(",", " ").split()]
     return space
+
+
+def _planned(values: Mapping[str, str]) -> dict[str, Any]:
+    """What only a plan says of hardware: a described cluster and degrees of parallelism."""
+    degrees = {name: values.get(f"hardware.{name}", "").strip() for name in ("tensor_parallel", "pipeline_parallel")}
+    return {"cluster": values.get("hardware.cluster", ""), **{
+        name: text if text == "auto" else [_number(degree) for degree in text.replace(",", " ").split()]
+        for name, text in degrees.items() if text}}
 
 
 def _literal(text: str) -> Any:

@@ -17,7 +17,8 @@ from autotune.service.auth import SESSION_COOKIE, clear_session_cookie, set_sess
 from autotune.service.problems import Problem
 from autotune.service.state import Services, ServicesDep
 from web import charts
-from web.contexts import PlanView, memory_limit, plan_view, study_page, study_row, trial_page
+from web.contexts import memory_limit, study_page, study_row, trial_page
+from web.plan_view import SHOWN_BEFORE_A_SEARCH, PlanView, plan_view
 from web.rendering import Pages
 from web.trials_view import TableView, trials_table
 
@@ -158,10 +159,16 @@ def _study_context(request: Request, study_id: str, services: Services, dashboar
     if page.live and study.started_at is not None:
         elapsed = (now - study.started_at).total_seconds()
     explained = study.state is StudyState.SUCCEEDED and study.best is not None
-    return {"page": page, "now": now, "explanation": services.queries.explanation(study_id) if explained else None,
+    return {"page": page, "now": now, "shown_rows": SHOWN_BEFORE_A_SEARCH,
+            "explanation": services.queries.explanation(study_id) if explained else None,
             "elapsed": max(elapsed, 0.0), "formats": services.queries.export_formats(),
             "events_url": f"/api/v1/studies/{study.id}/events?last_event_id={last_event}",
             "table": trials_table(trials, view, best_number=page.best.trial_number if page.best else None)}
+
+
+def _live_part(context: dict[str, Any]) -> str:
+    """The template of the page's changing part."""
+    return "plan_live.html" if context["page"].only_plans else "study_live.html"
 
 
 @router.get("/studies/{study_id}/live")
@@ -172,7 +179,7 @@ def study_live(request: Request, study_id: StudyId, services: ServicesDep, dashb
     address = f"/studies/{study_id}" + (f"?{query}" if query else "")
     shown = request.headers.get("hx-current-url", "").partition("#")[0]
     headers = {} if shown.endswith(address) else {"HX-Replace-Url": address}
-    return dashboard.pages.render("study_live.html", headers=headers, **context)
+    return dashboard.pages.render(_live_part(context), headers=headers, **context)
 
 
 @router.post("/studies/{study_id}/cancel")
@@ -202,22 +209,25 @@ def memory_chart(study_id: StudyId, services: ServicesDep) -> Response:
         best_number=study.best.trial_number if study.best else None))
 
 
+Row = Annotated[int | None, Query(ge=1, le=1000)]
+
+
 @router.get("/studies/{study_id}/export/{format}")
 def export(request: Request, study_id: StudyId, format: str, services: ServicesDep,
-           dashboard: DashboardDep) -> Response:
-    """The winner in one format: a part of the study page for htmx, a page of its own otherwise."""
+           dashboard: DashboardDep, row: Row = None) -> Response:
+    """The winner, or a row of a plan, in one format: a part of the study page for htmx, a page of its own otherwise."""
     template = "export_file.html" if request.headers.get("hx-request") else "export.html"
-    context: dict[str, Any] = {"format": format, "study_id": study_id, "file": None, "problem": None}
+    context: dict[str, Any] = {"format": format, "study_id": study_id, "row": row, "file": None, "problem": None}
     try:
-        context["file"] = services.queries.export(study_id, format)
+        context["file"] = services.queries.export(study_id, format, row)
     except ExportError as error:
         context["problem"] = str(error)
     return dashboard.pages.render(template, **context)
 
 
 @router.get("/studies/{study_id}/export/{format}/download")
-def download(study_id: StudyId, format: str, services: ServicesDep) -> Response:
-    file = services.queries.export(study_id, format)
+def download(study_id: StudyId, format: str, services: ServicesDep, row: Row = None) -> Response:
+    file = services.queries.export(study_id, format, row)
     return Response(file.text, media_type=file.media_type,
                     headers={"Content-Disposition": f'attachment; filename="{file.filename}"'})
 
@@ -290,7 +300,8 @@ def _name_of(services: Services, study_id: str) -> str:
 
 @router.get("/studies/{study_id}")
 def study(request: Request, study_id: StudyId, services: ServicesDep, dashboard: DashboardDep) -> Response:
-    return dashboard.pages.render("study.html", **_study_context(request, study_id, services, dashboard))
+    context = _study_context(request, study_id, services, dashboard)
+    return dashboard.pages.render("study.html", live_part=_live_part(context), **context)
 
 
 def error_page(request: Request, problem: Problem) -> Response:

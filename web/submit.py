@@ -16,6 +16,7 @@ from web.forms import (
     CHOICES,
     EXAMPLE,
     MEMORY_UNITS,
+    PURPOSES,
     FormError,
     FormView,
     default_values,
@@ -37,7 +38,7 @@ def new_study(services: ServicesDep, dashboard: DashboardDep, mode: str = "form"
     devices = _default_devices(services)
     if mode == "json":
         return _editor(dashboard, _text({**EXAMPLE, "hardware": {"device": "auto", "devices": devices}}))
-    return _form_page(dashboard, default_values() | {"hardware.devices": str(devices)}, {}, ())
+    return _form_page(services, dashboard, default_values() | {"hardware.devices": str(devices)}, {})
 
 
 @router.get("/studies/new/from/{study_id}")
@@ -56,20 +57,20 @@ def submit(form: FormDep, services: ServicesDep, dashboard: DashboardDep) -> Res
     try:
         study = services.commands.submit(parse_request(request_body(values, ticked)))
     except FormError as error:
-        return _form_page(dashboard, values, ticked, (error.error,))
+        return _form_page(services, dashboard, values, ticked, error.error)
     except InvalidRequestError as error:
-        return _form_page(dashboard, values, ticked, error.errors)
+        return _form_page(services, dashboard, values, ticked, *error.errors)
     return RedirectResponse(f"/studies/{study.id}", status_code=303)
 
 
 @router.post("/studies/new/json")
-def as_json(form: FormDep, dashboard: DashboardDep) -> Response:
+def as_json(form: FormDep, services: ServicesDep, dashboard: DashboardDep) -> Response:
     """What the form says, in the editor."""
     values, ticked = _split(form)
     try:
         return _editor(dashboard, _text(request_body(values, ticked)))
     except FormError as error:
-        return _form_page(dashboard, values, ticked, (error.error,))
+        return _form_page(services, dashboard, values, ticked, error.error)
 
 
 def _submit_json(form: Fields, services: Services, dashboard: Dashboard) -> Response:
@@ -89,12 +90,13 @@ def _split(form: Fields) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
     return default_values() | values, {knob: tuple(form.get(knob, ())) for knob in CHOICES}
 
 
-def _form_page(dashboard: Dashboard, values: Mapping[str, str], ticked: Mapping[str, tuple[str, ...]],
-               errors: tuple[FieldError, ...]) -> Response:
+def _form_page(services: Services, dashboard: Dashboard, values: Mapping[str, str],
+               ticked: Mapping[str, tuple[str, ...]], *errors: FieldError) -> Response:
     placed, general = place_errors(errors, kind=values["kind"])
     form = FormView(values=values, ticked=ticked, errors=placed, general=general)
     return dashboard.pages.render("new_study.html", status=422 if errors else 200, form=form, knob_choices=CHOICES,
-                                  samplers=get_args(Sampler), units=tuple(MEMORY_UNITS))
+                                  samplers=get_args(Sampler), units=tuple(MEMORY_UNITS), purposes=PURPOSES,
+                                  clusters=services.queries.clusters())
 
 
 def _editor(dashboard: Dashboard, text: str, errors: tuple[FieldError, ...] = ()) -> Response:

@@ -16,16 +16,34 @@ def read_study(path: Path) -> StudyRequest:
         InvalidRequestError: the file cannot be read, is neither JSON nor YAML, or is no valid study; names the file and
             every field at fault.
     """
+    return parse_study(read_mapping(path, "study"), path)
+
+
+def parse_study(body: dict[str, Any], path: Path) -> StudyRequest:
+    """A study from what a file says.
+
+    Raises:
+        InvalidRequestError: it is no valid study; names the file and every field at fault.
+    """
     from autotune.service.fields import parse_request
 
-    body = _parse(_read(path), path)
-    if not isinstance(body, dict):
-        raise InvalidRequestError(FieldError(str(path), f"a study is a mapping, not {_kind(body)}"))
     try:
         return parse_request(body)
     except InvalidRequestError as error:
         raise InvalidRequestError(*(
             FieldError(f"{path}: {item.field}", item.message) for item in error.errors)) from None
+
+
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """What a JSON or YAML file says; ``-`` is standard input.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, is neither JSON nor YAML, or holds something else.
+    """
+    body = _parse(_read(path), path)
+    if not isinstance(body, dict):
+        raise InvalidRequestError(FieldError(str(path), f"a {what} is a mapping, not {_kind(body)}"))
+    return body
 
 
 def _read(path: Path) -> str:

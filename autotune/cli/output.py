@@ -1,7 +1,7 @@
 """How values look in a terminal."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -9,15 +9,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autotune.domain.study import PlanSummary, Progress, Study, StudyPhase, StudyState, Trial
+from autotune.domain.cluster import Cluster
+from autotune.domain.study import PlannedPoint, PlanSummary, Progress, StudyPhase, StudyState, Trial
 from autotune.domain.throughput import shown_throughput
 from engine.config import TrainConfig
 from engine.report import Outcome
+from engine.values import Precision
 
 console = Console()
+_TABLE_WIDTH = 120
 STATE_STYLES = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "queued": "dim"}
 _SHORT = {"zero_stage": "zero", "micro_batch_size": "micro", "gradient_accumulation_steps": "accum",
           "activation_checkpointing": "checkpointing", "offload_optimizer_ratio": "offload"}
+
+
+def print_wide(*parts: Table | str) -> None:
+    """Print tables that must not be cut, though a pipe has no width of its own."""
+    wide = Console(width=max(console.width, _TABLE_WIDTH), highlight=False)
+    for part in parts:
+        wide.print(part)
 
 
 class BestLike(Protocol):
@@ -139,17 +149,79 @@ def studies_table(rows: Iterable[tuple[str, str, str, str, str]]) -> Table:
     return table
 
 
-def plan_table(study: Study, plan: PlanSummary) -> Table:
-    """Configurations predicted to be fastest: throughput, step, memory."""
+def plan_parts(plan: PlanSummary) -> Iterator[Table | str]:
+    """The ranking, and where there are several layouts, the best of each; what is the same in all rows is said once.
+
+    Bytes are those of the device that holds most; tp, pp and dp are tensor, pipeline and data parallelism.
+    """
+    rows = list(enumerate(plan.rows, start=1))
+    if plan.fastest:
+        yield from _ranking("Predicted to be fastest", rows[:len(plan.fastest)], plan)
+    if plan.layouts:
+        layouts = [rows[plan.rows.index(point)] for point in plan.layouts]
+        yield from _ranking("The fastest of each layout", layouts, plan)
+
+
+def _ranking(title: str, rows: Sequence[tuple[int, PlannedPoint]], plan: PlanSummary) -> Iterator[Table | str]:
+    points = [point for _, point in rows]
+    texts = {title: [text(point) for point in points] for title, text in _PLAN_COLUMNS.items()}
+    common = {title: values[0] for title, values in texts.items() if len(set(values)) == 1 and len(points) > 1}
+    limit = f", {bytes_text(plan.device_limit_bytes)} a device" if plan.device_limit_bytes else ""
+    yield f"\n{title}{limit}" + (f"; all {', '.join(f'{name} {value}' for name, value in common.items())}"
+                                 if common else "")
+    by_tokens = any(point.tokens_per_second != point.samples_per_second for point in points)
+    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    varying = [name for name in texts if name not in common]
+    for heading in ("row", "tokens/s" if by_tokens else "samples/s", "step ms", "MFU %", "GiB", *varying):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for (number, point), *chosen in zip(rows, *(texts[name] for name in varying), strict=True):
+        rate = point.tokens_per_second if by_tokens else point.samples_per_second
+        seconds, utilization = point.prediction.step_seconds, point.model_flops_utilization
+        table.add_row(str(number), _short(rate or 0.0), _short(1000 * (seconds or 0.0)),
+                      f"{100 * utilization:.1f}" if utilization else "",
+                      f"{point.prediction.peak_device_bytes / 2**30:.1f}", *chosen)
+    yield table
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
+def _offload(point: PlannedPoint) -> str:
+    config = point.config
+    optimizer = f"optim {config.offload_optimizer_ratio:.0%}" if config.offload_optimizer_ratio else ""
+    return ", ".join(filter(None, (optimizer, "params" if config.offload_param else ""))) or "none"
+
+
+_PLAN_COLUMNS: dict[str, Callable[[PlannedPoint], str]] = {
+    "tp": lambda point: str(point.tensor_parallel),
+    "pp": lambda point: str(point.pipeline_parallel),
+    "dp": lambda point: str(point.data_parallel),
+    "zero": lambda point: str(point.config.zero_stage),
+    "micro": lambda point: str(point.config.micro_batch_size),
+    "accum": lambda point: str(point.config.gradient_accumulation_steps),
+    "precision": lambda point: point.config.precision,
+    "checkpoint": lambda point: point.config.activation_checkpointing,
+    "offload": _offload,
+}
+"""Knobs that matter, by title."""
+
+
+def clusters_table(clusters: Iterable[Cluster]) -> Table:
+    """What tells clusters apart."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("predicted", "step s", "peak"):
+    for title in ("name", "device"):
+        table.add_column(title, no_wrap=True)
+    for title in ("memory", "bf16 peak", "reached", "a node", "inside", "between nodes"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("configuration")
-    for config, prediction in plan.fastest:
-        assert prediction.step_seconds is not None
-        samples = study.request.training.global_batch_size / prediction.step_seconds
-        table.add_row(f"{samples:,.2f} samples/s", f"{prediction.step_seconds:.4g}",
-                      bytes_text(prediction.peak_device_bytes), config_text(config))
+    for cluster in clusters:
+        precision: Precision = "bf16" if "bf16" in cluster.matmul_flops_per_second else "fp16"
+        table.add_row(
+            cluster.name, cluster.device_name, bytes_text(cluster.memory_bytes),
+            f"{cluster.matmul_peak_flops_per_second[precision] / 1e12:,.0f} TFLOP/s",
+            f"{cluster.matmul_flops_per_second[precision] / 1e12:,.0f} TFLOP/s",
+            f"{cluster.links.devices_per_node} devices", f"{cluster.links.intra_bytes_per_second / 1e9:,.0f} GB/s",
+            f"{cluster.links.inter_bytes_per_second / 1e9:,.0f} GB/s")
     return table
 
 

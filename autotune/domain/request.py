@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, model_validator
 
+from autotune.domain.cluster import Cluster
 from engine.config import OptimizerConfig
 from engine.report import MeasurePolicy
 from engine.spec import ModelSpec
@@ -23,14 +24,57 @@ class TrainingSetup(Value):
     seed: Whole = Field(0, ge=0, lt=2**31, description="of the initial weights and the batches")
 
 
+ClusterName = Annotated[str, StringConstraints(max_length=120)]
+
+Described = Annotated[
+    Annotated[ClusterName, Tag("name")] | Annotated[Cluster, Tag("Cluster")],
+    Discriminator(lambda given: "name" if isinstance(given, str) else "Cluster"
+                  if isinstance(given, dict | Cluster) else None, custom_error_type="cluster",
+                  custom_error_message="give the name of a bundled cluster, or an object that describes one")]
+"""A bundled cluster's name, or a cluster as an object of the bundled files' form."""
+
+
+def _listed(given: object) -> object:
+    """One degree is a list of one."""
+    if isinstance(given, str) and given != "auto":
+        raise ValueError(f"give whole numbers, such as [1, 2, 4], or \"auto\", not {given!r}")
+    return [given] if isinstance(given, int) and not isinstance(given, bool) else given
+
+
+Degrees = Annotated[
+    Annotated[Literal["auto"], Tag("auto")] | Annotated[list[Count], Field(min_length=1, max_length=64), Tag("list")],
+    Discriminator(lambda given: "auto" if isinstance(given, str) else "list"), BeforeValidator(_listed)]
+"""Of parallelism: those to plan with, or "auto" for all that the model and the cluster allow."""
+
+
 class HardwareRequest(Value):
-    """The devices to tune for. On CPU a device is a core."""
+    """The devices to tune for. On CPU a device is a core.
+
+    Attributes:
+        tensor_parallel: mode plan: devices between which every matrix is cut. The bundled engine trains data-parallel
+            only, so that these degrees are planned, never measured.
+        pipeline_parallel: mode plan: stages that each hold a part of the blocks.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    devices: Count = Field(1, description="how many; the data-parallel size")
-    cluster: str | None = Field(None, max_length=120, description="mode plan: the described cluster to plan for")
+    devices: Count = Field(1, description="how many: the data-parallel size; in mode plan that times the degrees of "
+                           "tensor and pipeline parallelism")
+    cluster: Described | None = Field(None, description="mode plan: the cluster to plan for, a bundled one's name or a "
+                                      "description")
+    tensor_parallel: Degrees = Field([1], description="mode plan: degrees to plan with, a list or \"auto\"")
+    pipeline_parallel: Degrees = Field([1], description="mode plan: degrees to plan with, a list or \"auto\"")
     memory_limit_bytes: Count | None = Field(
         None, description="device bytes per rank that a trial may use; exceeding it is an out-of-memory outcome")
+
+    @property
+    def cluster_name(self) -> str | None:
+        """The name of the cluster that is planned for."""
+        return self.cluster.name if isinstance(self.cluster, Cluster) else self.cluster
+
+    @property
+    def plans_degrees(self) -> bool:
+        """Whether more than data parallelism is asked for."""
+        return (self.tensor_parallel, self.pipeline_parallel) != ([1], [1])
 
 
 class SearchRequest(Value):
@@ -83,6 +127,9 @@ class StudyRequest(Value):
     def _plans_for_a_cluster(self) -> Self:
         if (self.mode == "plan") != (self.hardware.cluster is not None):
             raise ValueError("mode plan needs hardware.cluster, and only it takes one: give both or neither")
+        if self.mode != "plan" and self.hardware.plans_degrees:
+            raise ValueError("hardware: tensor_parallel and pipeline_parallel can be planned, not measured, as the "
+                             "bundled engine trains data-parallel only: leave them out, or use mode plan")
         return self
 
     @property

@@ -4,8 +4,9 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from autotune.domain.errors import FieldError, InvalidRequestError
 from autotune.domain.prediction import Prediction
 from autotune.domain.request import StudyRequest
 from engine.config import TrainConfig
@@ -154,6 +155,56 @@ class BestConfig(Value):
     created_at: datetime
 
 
+class PlannedPoint(Value):
+    """A configuration that should fit, and what is expected of it. Nothing here is measured.
+
+    Attributes:
+        tensor_parallel: above 1: not something the bundled engine runs. So is pipeline_parallel.
+        data_parallel: ranks that hold copies, or parts of one by the stage.
+        model_flops_utilization: operations of the model, without recomputation, over the data sheet's peak of all
+            devices (MFU, arXiv 2204.02311, appendix B); None where no cluster is described.
+    """
+
+    config: TrainConfig
+    prediction: Prediction
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    model_flops_utilization: float | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_pair(cls, given: Any) -> Any:
+        """A plan's points were once kept as pairs, and may lie in a database."""
+        return dict(zip(("config", "prediction"), given, strict=True)) if isinstance(given, tuple | list) else given
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the bundled engine, and what is exported for, train like this."""
+        return self.tensor_parallel == self.pipeline_parallel == 1
+
+
+class PlannedConfig(Value):
+    """A row of a plan, with what it was predicted from. No winner: it is never stored as a best configuration.
+
+    Attributes:
+        row: its place in the ranking, from 1.
+    """
+
+    study_id: str
+    row: int
+    request: StudyRequest
+    point: PlannedPoint
+    model_profile: ModelProfile
+    hardware_profile: HardwareProfile
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.point.config
+
+
 class PlanSummary(Value):
     """What the plan found before the first trial; kept with the study."""
 
@@ -162,10 +213,26 @@ class PlanSummary(Value):
     feasible: int
     rejections: dict[str, int] = Field(description="how many were dropped, by reason")
     examples: dict[str, TrainConfig] = Field(default_factory=dict, description="one dropped configuration per reason")
-    predictions: tuple[tuple[TrainConfig, Prediction], ...] = Field((), description="feasible configurations, at most "
-                                                                    "1,000, smallest predicted memory first")
-    fastest: tuple[tuple[TrainConfig, Prediction], ...] = Field((), description="those predicted to be fastest, "
-                                                                "at most 20, fastest first")
+    predictions: tuple[PlannedPoint, ...] = Field((), description="feasible configurations, at most 1,000, smallest "
+                                                  "predicted memory first")
+    fastest: tuple[PlannedPoint, ...] = Field((), description="those predicted to be fastest, at most 20, fastest "
+                                              "first; of those that differ in nothing but buckets and overlap, one")
+    layouts: tuple[PlannedPoint, ...] = Field((), description="mode plan over several degrees: the fastest of each "
+                                              "pair, at most 20, fastest first")
+    device_limit_bytes: int | None = Field(None, description="that one device may use")
+    host_limit_bytes: int | None = Field(None, description="of its host, that one device may use")
+    model_profile: ModelProfile | None = Field(None, description="mode plan: what was predicted from")
+    hardware_profile: HardwareProfile | None = Field(None, description="mode plan: the described devices")
+
+    @property
+    def rows(self) -> tuple[PlannedPoint, ...]:
+        """`fastest`, and after these what only `layouts` has: rows are counted through them, from 1."""
+        return (*self.fastest, *(point for point in self.layouts if point not in self.fastest))
+
+    @property
+    def first_exportable(self) -> int | None:
+        """The first row that the bundled engine, and the formats that are exported, can train with."""
+        return next((row for row, point in enumerate(self.rows, start=1) if point.runs_here), None)
 
 
 class Study(Value):
@@ -193,6 +260,20 @@ class Study(Value):
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None
+
+    def planned(self, row: int) -> PlannedConfig:
+        """A row of the plan for a described cluster, counted from 1.
+
+        Raises:
+            InvalidRequestError: no such row, or a study that measures: its winner has no row.
+        """
+        plan = self.plan
+        if plan is None or plan.model_profile is None or plan.hardware_profile is None:
+            raise InvalidRequestError(FieldError("row", "only plans of mode plan have rows to export: leave it out"))
+        if not 1 <= row <= len(plan.rows):
+            raise InvalidRequestError(FieldError("row", f"no row {row}: the plan has 1 to {len(plan.rows)}"))
+        return PlannedConfig(study_id=self.id, row=row, request=self.request, point=plan.rows[row - 1],
+                             model_profile=plan.model_profile, hardware_profile=plan.hardware_profile)
 
 
 class EventKind(StrEnum):

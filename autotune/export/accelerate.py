@@ -7,26 +7,25 @@ from typing import Any
 
 import yaml
 
-from autotune.domain.study import BestConfig
-from autotune.export.base import ConfigReader, ExportedFile
+from autotune.export.base import ConfigReader, ExportedFile, Source
 
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
-def write_accelerate_deepspeed(best: BestConfig) -> ExportedFile:
+def write_accelerate_deepspeed(source: Source) -> ExportedFile:
     """The values that Accelerate has keys for; DeepSpeed's buckets need the `deepspeed-hf` file beside it.
 
     Raises:
         ExportError: stage 0 with offload, which DeepSpeed does not have.
     """
-    reader = ConfigReader(best, "Accelerate's DeepSpeed section")
+    reader = ConfigReader(source, "Accelerate's DeepSpeed section")
     stage, ratio = reader.take("zero_stage"), reader.take("offload_optimizer_ratio")
     if ratio > 0 and stage == 0:
         raise reader.refuse("offload_optimizer_ratio", "DeepSpeed offloads the optimizer from stage 1 on, not at stage "
                             "0", "use the engine format, or tune with zero_stage 1")
     if 0 < ratio < 1:
         reader.note(f"offload_optimizer_ratio {ratio} is written as a full offload, the only one Accelerate has: less "
-                    "device memory, slower steps than measured")
+                    f"device memory, slower steps than {reader.known}")
     section: dict[str, Any] = {
         "zero_stage": stage,
         "gradient_accumulation_steps": reader.take("gradient_accumulation_steps"),
@@ -46,13 +45,13 @@ def write_accelerate_deepspeed(best: BestConfig) -> ExportedFile:
                  "accelerate_deepspeed.yaml")
 
 
-def write_accelerate_fsdp2(best: BestConfig) -> ExportedFile:
+def write_accelerate_fsdp2(source: Source) -> ExportedFile:
     """FSDP2: stage 3 reshards after forward, stage 2 does not; stage 0 is plain data parallelism.
 
     Raises:
         ExportError: stage 1, or an offload that FSDP does not have.
     """
-    reader = ConfigReader(best, "Accelerate's FSDP section")
+    reader = ConfigReader(source, "Accelerate's FSDP section")
     if reader.peek("zero_stage") == 0:
         return _data_parallel(reader)
     stage = _fsdp_stage(reader)
@@ -61,13 +60,13 @@ def write_accelerate_fsdp2(best: BestConfig) -> ExportedFile:
                  "accelerate_fsdp.yaml")
 
 
-def write_accelerate_fsdp1(best: BestConfig) -> ExportedFile:
+def write_accelerate_fsdp1(source: Source) -> ExportedFile:
     """FSDP1, for older set-ups: FULL_SHARD, SHARD_GRAD_OP and NO_SHARD stand for stages 3, 2 and 0.
 
     Raises:
         ExportError: stage 1, or an offload that FSDP does not have.
     """
-    reader = ConfigReader(best, "Accelerate's FSDP section")
+    reader = ConfigReader(source, "Accelerate's FSDP section")
     stage = 0 if reader.peek("zero_stage") == 0 else _fsdp_stage(reader)
     reader.take("zero_stage")
     section = {
@@ -94,7 +93,7 @@ def _fsdp_section(reader: ConfigReader) -> dict[str, Any]:
     checkpointing = reader.take("activation_checkpointing")
     if checkpointing == "selective":
         reader.note("activation_checkpointing selective is written as full, the only one Accelerate has: less memory, "
-                    "slower steps than measured")
+                    f"slower steps than {reader.known}")
     _note_optimizer(reader)
     return {
         **_wrapping(reader),
@@ -124,7 +123,7 @@ def fsdp_offload(reader: ConfigReader) -> bool:
 
 def _wrapping(reader: ConfigReader) -> dict[str, Any]:
     """By the class of the blocks that the model really repeats; never a guess."""
-    model = reader.best.model_profile
+    model = reader.source.model_profile
     if model.block_class is not None:
         return {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
                 "fsdp_transformer_layer_cls_to_wrap": model.block_class}
@@ -159,17 +158,19 @@ def _common(reader: ConfigReader) -> dict[str, Any]:
         "compute_environment": "LOCAL_MACHINE",
         "mixed_precision": mixed,
         "num_processes": reader.world_size,
-        "num_machines": 1,
+        "num_machines": reader.nodes,
         "machine_rank": 0,
         "use_cpu": reader.on_cpu,
     }
+    if reader.nodes > 1:
+        reader.note("on each machine set machine_rank, and main_process_ip and main_process_port to those of the first")
     if reader.take("compile"):
         common["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
     return common
 
 
 def _note_optimizer(reader: ConfigReader) -> None:
-    optimizer = reader.best.request.training.optimizer
+    optimizer = reader.source.request.training.optimizer
     reader.note(f"the optimizer is made by your script; tuned with {optimizer.name}, lr {optimizer.lr}")
 
 

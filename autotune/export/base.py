@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.domain.errors import ExportError
-from autotune.domain.study import BestConfig
+from autotune.domain.study import BestConfig, PlannedConfig
 from engine.config import TrainConfig
 from engine.values import Value
 
@@ -20,6 +20,10 @@ _NOT_THERE: Mapping[str, str] = {
     "activation_checkpointing": "turn it on in your script, for example model.gradient_checkpointing_enable()",
 }
 _ALWAYS_MATTERS = frozenset({"micro_batch_size", "gradient_accumulation_steps"})
+
+
+Source = BestConfig | PlannedConfig
+"""What can be written: a winner, or a row of a plan, which says so in the file."""
 
 
 class ExportedFile(Value):
@@ -43,8 +47,8 @@ class ConfigReader:
         tool: as users call it, for messages.
     """
 
-    def __init__(self, best: BestConfig, tool: str) -> None:
-        self.best = best
+    def __init__(self, source: Source, tool: str) -> None:
+        self.source = source
         self.tool = tool
         self._read: set[str] = set()
         self._notes: list[str] = []
@@ -52,11 +56,11 @@ class ConfigReader:
     def take(self, name: str) -> Any:
         """The field's value; the caller expresses it."""
         self._read.add(name)
-        return getattr(self.best.config, name)
+        return getattr(self.source.config, name)
 
     def peek(self, name: str) -> Any:
         """The field's value, which something else expresses."""
-        return getattr(self.best.config, name)
+        return getattr(self.source.config, name)
 
     def note(self, text: str) -> None:
         self._notes.append(text)
@@ -67,23 +71,49 @@ class ConfigReader:
 
     @property
     def world_size(self) -> int:
-        return self.best.hardware_profile.world_size
+        return self.source.hardware_profile.world_size
 
     @property
     def on_cpu(self) -> bool:
-        return self.best.hardware_profile.device_type == "cpu"
+        return self.source.hardware_profile.device_type == "cpu"
+
+    @property
+    def nodes(self) -> int:
+        """Machines that the ranks are on, as far as a description says."""
+        links = self.source.hardware_profile.links
+        return 1 if links is None else -(-self.world_size // links.devices_per_node)
+
+    @property
+    def known(self) -> str:
+        """How time and memory are known, in one word."""
+        return "predicted" if isinstance(self.source, PlannedConfig) else "measured"
+
+    @property
+    def evidence(self) -> str:
+        """How time and memory are known, in a sentence."""
+        source, hardware = self.source, self.source.hardware_profile
+        devices = f"{self.world_size} x {hardware.device_name or hardware.device_type}"
+        if isinstance(source, BestConfig):
+            return (f"measured in study {source.study_id}, trial {source.trial_number}: "
+                    f"{source.tokens_per_second:.0f} tokens/s on {devices}")
+        seconds, peak = source.point.prediction.step_seconds, source.point.prediction.peak_device_bytes
+        rate = "" if seconds is None else f"{seconds:.4g} s a step, {source.point.tokens_per_second:,.0f} tokens/s, "
+        return (f"PREDICTED for {devices}, not measured: {rate}{peak / 2**30:.1f} GiB of device memory "
+                f"(row {source.row} of a plan); `autotune tune` on these devices measures it")
 
     def notes(self) -> tuple[str, ...]:
         """All that the user must know, in the order of importance."""
-        ranks = self.world_size
-        batch = self.best.request.training.global_batch_size
+        ranks, planned = self.world_size, isinstance(self.source, PlannedConfig)
+        batch = self.source.request.training.global_batch_size
         processes = "1 process" if ranks == 1 else f"{ranks} processes"
-        return (f"tuned on {processes} with a global batch of {batch}: with another number of processes, change "
-                f"gradient_accumulation_steps so that micro-batch x accumulation x processes stays {batch}",
+        return (*((self.evidence,) if planned else ()),
+                f"{'planned for' if planned else 'tuned on'} {processes} with a global batch of {batch}: with another "
+                "number of processes, change gradient_accumulation_steps so that micro-batch x accumulation x "
+                f"processes stays {batch}",
                 *self._notes, *self._left_out())
 
     def _left_out(self) -> list[str]:
-        config = self.best.config
+        config = self.source.config
         default_reduce_dtype = config.precision
         found = []
         for name in TrainConfig.model_fields:

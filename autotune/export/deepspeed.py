@@ -7,25 +7,24 @@ Keys are those of DeepSpeed 0.19 (deepspeed.ai/docs/config-json).
 import math
 from typing import Any
 
-from autotune.domain.study import BestConfig
-from autotune.export.base import ConfigReader, ExportedFile, strict_json
+from autotune.export.base import ConfigReader, ExportedFile, Source, strict_json
 
 _TESTED = ("adam", "adamw", "adagrad")
 _TYPES = {"adamw": "AdamW", "adam": "Adam", "adagrad": "Adagrad", "sgd": "SGD", "radam": "RAdam", "rmsprop": "RMSprop"}
 """DeepSpeed's own implementations for the first three; other names are looked up in torch.optim."""
 
 
-def write_deepspeed(best: BestConfig) -> ExportedFile:
+def write_deepspeed(source: Source) -> ExportedFile:
     """Plain DeepSpeed: no "auto" anywhere.
 
     Raises:
         ExportError: see `deepspeed_config`.
     """
-    reader = ConfigReader(best, "DeepSpeed")
+    reader = ConfigReader(source, "DeepSpeed")
     return _file(deepspeed_config(reader), reader, "ds_config.json")
 
 
-def write_deepspeed_hf(best: BestConfig) -> ExportedFile:
+def write_deepspeed_hf(source: Source) -> ExportedFile:
     """For the Hugging Face Trainer and Accelerate.
 
     The batch sizes and everything else that was tuned stay numbers, so that the trainer reports a mismatch with its own
@@ -34,11 +33,11 @@ def write_deepspeed_hf(best: BestConfig) -> ExportedFile:
     Raises:
         ExportError: see `deepspeed_config`.
     """
-    reader = ConfigReader(best, "DeepSpeed")
+    reader = ConfigReader(source, "DeepSpeed")
     content = deepspeed_config(reader)
     content["optimizer"]["params"] = {
         name: value if name == "adam_w_mode" else "auto" for name, value in content["optimizer"]["params"].items()}
-    config, optimizer = best.config, best.request.training.optimizer
+    config, optimizer = source.config, source.request.training.optimizer
     flag = "" if config.precision == "fp32" else f" --{config.precision}"
     reader.note(f"run the trainer with --per_device_train_batch_size {config.micro_batch_size} "
                 f"--gradient_accumulation_steps {config.gradient_accumulation_steps} --max_grad_norm "
@@ -71,7 +70,7 @@ def deepspeed_config(reader: ConfigReader) -> dict[str, Any]:
         **_precision(reader),
         "optimizer": _optimizer(reader),
     }
-    if reader.best.request.training.optimizer.name not in _TESTED:
+    if reader.source.request.training.optimizer.name not in _TESTED:
         content["zero_allow_untested_optimizer"] = True
         reader.note("zero_allow_untested_optimizer is set: DeepSpeed has not tested ZeRO with this optimizer")
     if reader.peek("offload_optimizer_ratio") > 0:
@@ -117,7 +116,7 @@ def _offload(reader: ConfigReader, stage: int) -> dict[str, Any]:
             offload["offload_optimizer"]["ratio"] = ratio
         elif ratio < 1:
             reader.note(f"offload_optimizer_ratio {ratio}: DeepSpeed offloads a part (Twin-Flow) only at stage 3, so "
-                        "the whole optimizer is offloaded: less device memory, slower steps than measured")
+                        f"the whole optimizer is offloaded: less device memory, slower steps than {reader.known}")
     if reader.take("offload_param"):
         offload["offload_param"] = {"device": "cpu", "pin_memory": pinned}
     return offload
@@ -144,7 +143,7 @@ def _precision(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _optimizer(reader: ConfigReader) -> dict[str, Any]:
-    optimizer = reader.best.request.training.optimizer
+    optimizer = reader.source.request.training.optimizer
     params: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     if optimizer.name in ("adam", "adamw", "radam"):
         params |= {"betas": list(optimizer.betas), "eps": optimizer.eps}

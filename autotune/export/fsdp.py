@@ -2,20 +2,19 @@
 
 from typing import Any
 
-from autotune.domain.study import BestConfig
 from autotune.export.accelerate import fsdp_offload
-from autotune.export.base import ConfigReader, ExportedFile, strict_json
+from autotune.export.base import ConfigReader, ExportedFile, Source, strict_json
 
 _TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def write_fsdp(best: BestConfig) -> ExportedFile:
+def write_fsdp(source: Source) -> ExportedFile:
     """Values for each block and then for the whole model, in this order.
 
     Raises:
         ExportError: stages 0 and 1, and offloads of a part.
     """
-    reader = ConfigReader(best, "fully_shard")
+    reader = ConfigReader(source, "fully_shard")
     stage = reader.take("zero_stage")
     if stage < 2:
         why = "fully_shard always shards" if stage == 0 else "fully_shard shards gradients as well as optimizer states"
@@ -31,13 +30,13 @@ def write_fsdp(best: BestConfig) -> ExportedFile:
         "apply_to": _apply_to(reader),
         "world_size": reader.world_size,
         "training": {
-            "global_batch_size": best.request.training.global_batch_size,
+            "global_batch_size": source.request.training.global_batch_size,
             "micro_batch_size": reader.take("micro_batch_size"),
             "gradient_accumulation_steps": reader.take("gradient_accumulation_steps"),
             "gradient_clipping": reader.take("gradient_clipping"),
             "activation_checkpointing": reader.take("activation_checkpointing"),
             "compile_blocks": reader.take("compile"),
-            "optimizer": best.request.training.optimizer.model_dump(mode="json"),
+            "optimizer": source.request.training.optimizer.model_dump(mode="json"),
         },
     }
     if content["training"]["activation_checkpointing"] != "none":
@@ -45,7 +44,8 @@ def write_fsdp(best: BestConfig) -> ExportedFile:
     if reader.peek("precision") == "fp16":
         _add_loss_scaling(reader, content)
     if not reader.take("overlap_comm"):
-        reader.note("overlap_comm false: fully_shard always overlaps; memory and time may differ from those measured")
+        reader.note("overlap_comm false: fully_shard always overlaps; memory and time may differ from those "
+                    f"{reader.known}")
     notes = reader.notes()
     return ExportedFile(filename="fully_shard.json", media_type="application/json", notes=notes,
                         text=strict_json({"notes": list(notes), **content}))
@@ -65,7 +65,7 @@ def _mixed_precision(reader: ConfigReader) -> dict[str, Any] | None:
 
 
 def _apply_to(reader: ConfigReader) -> list[str]:
-    block = reader.best.model_profile.block_class
+    block = reader.source.model_profile.block_class
     if block is None:
         reader.note("no block repeats in this model: fully_shard it as one")
         return ["model"]

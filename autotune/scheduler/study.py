@@ -7,7 +7,6 @@ from time import monotonic
 from autotune.domain.earlier import EarlierStudy
 from autotune.domain.errors import InvalidRequestError, LaunchError, UnreadableError
 from autotune.domain.study import BestConfig, Study, StudyPhase, StudyState, Trial, TrialRole
-from autotune.predict.cluster import bundled_cluster
 from autotune.scheduler.fingerprints import calibration_key, probe_key
 from autotune.scheduler.gates import gated, reference_config, set_aside
 from autotune.scheduler.group import GroupKeeper
@@ -24,12 +23,12 @@ from autotune.scheduler.verdict import (
     contenders,
     hopeless_step_seconds,
     next_repeat,
-    planned_note,
     progress_of,
     why_hopeless,
 )
 from autotune.search.choose import Choice, choose, first_configs, why_no_winner
 from autotune.search.earlier import earlier_note
+from autotune.search.layouts import plan_cluster
 from autotune.search.plan import Plan, make_plan
 from autotune.search.reuse import Reused, reusable, reused_note
 from autotune.search.space import parse_space
@@ -101,10 +100,10 @@ class StudyRun:
         try:
             await self._record.write(lambda tx: tx.trials.discard_running(*self._key))
             model = await self._probe()
+            if self._request.mode == "plan":
+                return await self._plan_cluster(model)
             hardware = await self._calibrate()
             plan = await self._plan(model, hardware)
-            if self._request.mode == "plan":
-                return Verdict(state=StudyState.SUCCEEDED, note=planned_note(plan))
             ended_by = await self._search(plan)
             await self._confirm(plan)
             return await self._conclude(plan, ended_by)
@@ -137,13 +136,8 @@ class StudyRun:
         return profile
 
     async def _calibrate(self) -> HardwareProfile:
-        """What the devices can do, from the store where they were calibrated before; as described where planned for."""
-        wanted = self._request.hardware
-        if wanted.cluster is not None:
-            described = bundled_cluster(wanted.cluster).hardware(wanted.devices)
-            await self._record.write(lambda tx: tx.studies.set_fingerprints(*self._key, hardware=described.fingerprint))
-            return described
-        key = calibration_key(self._at.launcher, wanted.devices)
+        """What the devices can do, from the store where they were calibrated before."""
+        key = calibration_key(self._at.launcher, self._request.hardware.devices)
         known = await self._record.read(lambda tx: tx.profiles.hardware(key))
         if known is None:
             await self._enter(StudyPhase.CALIBRATING)
@@ -156,6 +150,24 @@ class StudyRun:
         profile = known
         await self._record.write(lambda tx: tx.studies.set_fingerprints(*self._key, hardware=profile.fingerprint))
         return profile
+
+    async def _plan_cluster(self, model: ModelProfile) -> Verdict:
+        """Rank configurations for a described cluster; nothing is tried.
+
+        Raises:
+            StudyFailedError: nothing should fit.
+        """
+        found = await in_thread(lambda: plan_cluster(self._request, model))
+        hardware, summary = found.plans[0].hardware, found.summary
+
+        def keep(tx: Transaction) -> None:
+            tx.studies.set_fingerprints(*self._key, hardware=hardware.fingerprint)
+            tx.studies.set_plan(*self._key, summary)
+
+        await self._record.write(keep)
+        if found.why_empty is not None:
+            raise StudyFailedError(found.why_empty)
+        return Verdict(state=StudyState.SUCCEEDED, note=found.note)
 
     async def _plan(self, model: ModelProfile, hardware: HardwareProfile) -> Plan:
         """What may be tried, with predictions.

@@ -70,13 +70,6 @@ def budget_spent(request: StudyRequest, trials: Sequence[Trial], elapsed_seconds
     return None
 
 
-def planned_note(plan: Plan) -> str:
-    """How a study ends that only plans."""
-    hardware = plan.hardware
-    return (f"predicted for {hardware.world_size} x {hardware.device_name}: {len(plan.candidates)} of "
-            f"{len(plan.space.points)} configurations should fit; nothing was measured")
-
-
 def contenders(request: StudyRequest, trials: Sequence[Trial]) -> list[int]:
     """Numbers of the trials that are measured again: the finalists, fastest first, and beside them the baseline.
 

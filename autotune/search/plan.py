@@ -1,7 +1,7 @@
 """`make_plan`: every point of a space with its prediction; what cannot run or cannot fit is dropped, with why."""
 
-import heapq
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -10,16 +10,24 @@ import numpy as np
 
 from autotune.domain.prediction import Prediction
 from autotune.domain.request import StudyRequest
-from autotune.domain.study import PlanSummary
+from autotune.domain.study import PlannedPoint, PlanSummary
 from autotune.predict import predict
+from autotune.predict.parallel import ALONE, Parallel
 from autotune.search.points import Space
 from autotune.search.space import parse_space
 from engine.config import TrainConfig
 from engine.profile import HardwareProfile, ModelProfile
+from engine.values import Precision
 
 MAX_SUMMARY_PREDICTIONS = 1000
 MAX_SUMMARY_FASTEST = 20
 BUCKET_KNOBS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size")
+MAX_PIPELINED_STAGE = 1
+"""From stage 2 on gradients would be reduced for each micro-batch on its way through the pipeline."""
+
+_DETAILS = frozenset({*BUCKET_KNOBS, "overlap_comm"})
+"""Of configurations that differ in nothing else, a ranking shows the best only."""
+
 
 _ESTIMATED_TERMS = ("activations", "workspace")
 _ESTIMATE_ERROR = 1.0
@@ -75,6 +83,8 @@ class Plan:
 
     Attributes:
         candidates: in the space's order, no two alike.
+        parallel: devices that share one copy of the model, the same for all candidates; the space is that of the
+            data-parallel ranks.
     """
 
     request: StudyRequest
@@ -84,6 +94,7 @@ class Plan:
     candidates: tuple[Candidate, ...]
     rejections: tuple[Rejection, ...]
     limits: Limits
+    parallel: Parallel = ALONE
 
     @property
     def tokens_per_step(self) -> int:
@@ -120,7 +131,7 @@ class Plan:
         Raises:
             KeyError: the model was not probed for it.
         """
-        return predict(self.model, self.hardware, self.request.training.optimizer, config)
+        return predict(self.model, self.hardware, self.request.training.optimizer, config, self.parallel)
 
     def predict_or_none(self, config: TrainConfig) -> Prediction | None:
         """The prediction, None where the model was not probed for this configuration."""
@@ -158,37 +169,15 @@ class Plan:
 
     def summary(self) -> PlanSummary:
         """What is kept with the study and shown."""
-        counts = Counter(rejection.reason for rejection in self.rejections)
-        counts.update(self.space.impossible_combinations)
-        examples: dict[str, TrainConfig] = {}
-        for rejection in self.rejections:
-            examples.setdefault(rejection.reason, rejection.config)
-        smallest = sorted(self.candidates, key=lambda candidate: candidate.prediction.peak_device_bytes)
-        return PlanSummary(
-            space={knob.name: list(knob.values) for knob in self.space.knobs},
-            points=len(self.space.points), feasible=len(self.candidates), rejections=dict(counts), examples=examples,
-            predictions=tuple((config, prediction) for config, prediction in smallest[:MAX_SUMMARY_PREDICTIONS]),
-            fastest=tuple((config, prediction) for config, prediction in self.fastest(MAX_SUMMARY_FASTEST)))
-
-    def fastest(self, count: int) -> list[Candidate]:
-        """Those predicted to be fastest, fastest first; of equally fast ones that which needs least memory."""
-        timed = [candidate for candidate in self.candidates if candidate.prediction.step_seconds is not None]
-        return heapq.nsmallest(count, timed, key=lambda candidate: (
-            candidate.prediction.step_seconds, candidate.prediction.peak_device_bytes))
+        return summarize((self,))
 
     def why_empty(self) -> str:
         """For a plan without candidates: why nothing can be tried, and what to change."""
-        assert not self.candidates
-        counts = Counter(rejection.reason for rejection in self.rejections)
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in counts.most_common())
-        too_large = [rejection.config for rejection in self.rejections if rejection.memory]
-        if too_large and min(config.micro_batch_size for config in too_large) == 1:
-            return f"no feasible micro-batch: micro_batch_size 1 would not fit either ({reasons})"
-        return f"no feasible configuration among {len(self.space.points)} ({reasons})"
+        return why_empty((self,))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _remade_plan, (self.request.model_dump_json(), self.model.model_dump_json(),
-                              self.hardware.model_dump_json())
+                              self.hardware.model_dump_json(), self.parallel)
 
 
 def limits_of(request: StudyRequest, hardware: HardwareProfile) -> Limits:
@@ -197,41 +186,128 @@ def limits_of(request: StudyRequest, hardware: HardwareProfile) -> Limits:
     return Limits(device_bytes=memory_limit, host_bytes=hardware.host_memory_bytes // hardware.world_size)
 
 
-def make_plan(request: StudyRequest, space: Space, model: ModelProfile, hardware: HardwareProfile) -> Plan:
+def make_plan(request: StudyRequest, space: Space, model: ModelProfile, hardware: HardwareProfile,
+              parallel: Parallel = ALONE) -> Plan:
     """Predict every point of the space and keep what should fit. Pure.
 
     Args:
         space: of this request, from `parse_space`.
+        parallel: devices that share one copy of the model; those of the space are what is left for data parallelism.
 
     Raises:
         ValueError: the hardware's world size is not the number of devices asked for.
     """
-    if hardware.world_size != space.world_size:
-        raise ValueError(f"calibrated on {hardware.world_size} devices, but the study uses {space.world_size}")
+    devices = space.world_size * parallel.tensor * parallel.pipeline
+    if hardware.world_size != devices:
+        raise ValueError(f"calibrated on {hardware.world_size} devices, but the study uses {devices}")
     limits = limits_of(request, hardware)
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
     for config in space.points:
-        judged = _judge(config, request, space, (model, hardware), limits)
-        if isinstance(judged, Candidate):
-            candidates.append(judged)
-        else:
-            rejections.append(judged)
+        reason = _why_not(config, space, model, hardware) or _why_not_pipelined(config, parallel)
+        if reason is not None:
+            rejections.append(Rejection(config, reason))
+            continue
+        prediction = predict(model, hardware, request.training.optimizer, config, parallel)
+        if limits.allow(prediction):
+            candidates.append(Candidate(config, prediction))
+            continue
+        place = "device" if prediction.peak_device_bytes > limits.device_bytes else "host"
+        rejections.append(Rejection(config, f"does not fit into {place} memory", memory=True))
     return Plan(request=request, model=model, hardware=hardware, space=space, candidates=tuple(candidates),
-                rejections=tuple(rejections), limits=limits)
+                rejections=tuple(rejections), limits=limits, parallel=parallel)
 
 
-def _judge(config: TrainConfig, request: StudyRequest, space: Space, profiles: tuple[ModelProfile, HardwareProfile],
-           limits: Limits) -> Candidate | Rejection:
-    model, hardware = profiles
-    reason = _why_not(config, space, model, hardware)
-    if reason is not None:
-        return Rejection(config, reason)
-    prediction = predict(model, hardware, request.training.optimizer, config)
-    if limits.allow(prediction):
-        return Candidate(config, prediction)
-    place = "device" if prediction.peak_device_bytes > limits.device_bytes else "host"
-    return Rejection(config, f"does not fit into {place} memory", memory=True)
+def summarize(plans: Sequence[Plan], *, left_out: Mapping[str, int] | None = None,
+              peaks: Mapping[Precision, float] | None = None) -> PlanSummary:
+    """What is kept and shown of plans of the same model for the same devices, which differ in how these are shared.
+
+    Args:
+        plans: at least one.
+        left_out: combinations beside the plans' that cannot run, by reason.
+        peaks: the data sheet's operations per second of one device, where it is known.
+    """
+    counts, examples = Counter(left_out or {}), dict[str, TrainConfig]()
+    points: list[tuple[Plan, Candidate]] = []
+    for plan in plans:
+        counts.update(rejection.reason for rejection in plan.rejections)
+        counts.update(plan.space.impossible_combinations)
+        for rejection in plan.rejections:
+            examples.setdefault(rejection.reason, rejection.config)
+        points.extend((plan, candidate) for candidate in plan.candidates)
+    smallest = sorted(points, key=lambda point: point[1].prediction.peak_device_bytes)[:MAX_SUMMARY_PREDICTIONS]
+    limits = plans[0].limits
+    return PlanSummary(
+        space=_searched(plans), points=sum(len(plan.space.points) for plan in plans), feasible=len(points),
+        rejections=dict(counts), examples=examples, device_limit_bytes=limits.device_bytes,
+        host_limit_bytes=limits.host_bytes,
+        predictions=tuple(_point(plan, candidate, peaks or {}) for plan, candidate in smallest),
+        fastest=tuple(_point(plan, candidate, peaks or {}) for plan, candidate in _ranked(points)),
+        layouts=tuple(_point(*best, peaks or {}) for best in _ranked_layouts(plans)))
+
+
+def _searched(plans: Sequence[Plan]) -> dict[str, list[Any]]:
+    """Every knob and degree that varies in any of the plans, with its values."""
+    values: dict[str, dict[Any, None]] = {}
+    for plan in plans:
+        for knob in plan.space.knobs:
+            values.setdefault(knob.name, {}).update(dict.fromkeys(knob.values))
+    if len(plans) > 1:
+        values["tensor_parallel"] = dict.fromkeys(plan.parallel.tensor for plan in plans)
+        values["pipeline_parallel"] = dict.fromkeys(plan.parallel.pipeline for plan in plans)
+    return {name: sorted(known) if all(type(value) is int for value in known) else list(known)
+            for name, known in values.items()}
+
+
+def _ranked(points: Sequence[tuple[Plan, Candidate]]) -> list[tuple[Plan, Candidate]]:
+    """The fastest, fastest first; of equally fast ones that which needs least memory first, and of those that differ
+    in details only, the first."""
+    timed = sorted((point for point in points if point[1].prediction.step_seconds is not None), key=_slowness)
+    shown: dict[tuple[Any, ...], tuple[Plan, Candidate]] = {}
+    for plan, candidate in timed:
+        fields = tuple(value for name, value in candidate.config.__dict__.items() if name not in _DETAILS)
+        shown.setdefault((plan.parallel, *fields), (plan, candidate))
+        if len(shown) == MAX_SUMMARY_FASTEST:
+            break
+    return list(shown.values())
+
+
+def _ranked_layouts(plans: Sequence[Plan]) -> list[tuple[Plan, Candidate]]:
+    """The fastest of each plan, fastest first; none where there is but one."""
+    timed = [[(plan, candidate) for candidate in plan.candidates if candidate.prediction.step_seconds is not None]
+             for plan in (plans if len(plans) > 1 else ())]
+    return sorted((min(points, key=_slowness) for points in timed if points), key=_slowness)[:MAX_SUMMARY_FASTEST]
+
+
+def _slowness(point: tuple[Plan, Candidate]) -> tuple[float, int]:
+    prediction = point[1].prediction
+    return prediction.step_seconds or 0.0, prediction.peak_device_bytes
+
+
+def _point(plan: Plan, candidate: Candidate, peaks: Mapping[Precision, float]) -> PlannedPoint:
+    seconds, samples = candidate.prediction.step_seconds, plan.request.training.global_batch_size
+    known = PlannedPoint(
+        config=candidate.config, prediction=candidate.prediction, tensor_parallel=plan.parallel.tensor,
+        pipeline_parallel=plan.parallel.pipeline, data_parallel=plan.space.world_size)
+    if seconds is None:
+        return known
+    peak = peaks.get(candidate.config.precision)
+    rate = plan.model.flops_per_sample * samples / seconds / plan.hardware.world_size
+    return known.model_copy(update={
+        "samples_per_second": samples / seconds, "tokens_per_second": plan.tokens_per_step / seconds,
+        "model_flops_utilization": rate / peak if peak else None})
+
+
+def why_empty(plans: Sequence[Plan]) -> str:
+    """For plans without candidates: why nothing can be tried, and what to change."""
+    assert not any(plan.candidates for plan in plans)
+    rejections = [rejection for plan in plans for rejection in plan.rejections]
+    counts = Counter(rejection.reason for rejection in rejections)
+    reasons = "; ".join(f"{count} x {reason}" for reason, count in counts.most_common())
+    too_large = [rejection.config for rejection in rejections if rejection.memory]
+    if too_large and min(config.micro_batch_size for config in too_large) == 1:
+        return f"no feasible micro-batch: micro_batch_size 1 would not fit either ({reasons})"
+    return f"no feasible configuration among {sum(len(plan.space.points) for plan in plans)} ({reasons})"
 
 
 def _why_not(config: TrainConfig, space: Space, model: ModelProfile, hardware: HardwareProfile) -> str | None:
@@ -256,6 +332,13 @@ def _why_not(config: TrainConfig, space: Space, model: ModelProfile, hardware: H
     return None
 
 
+def _why_not_pipelined(config: TrainConfig, parallel: Parallel) -> str | None:
+    if parallel.pipeline > 1 and config.zero_stage > MAX_PIPELINED_STAGE:
+        return (f"zero_stage {config.zero_stage} does not go with pipeline_parallel above 1, where several "
+                "micro-batches are under way")
+    return None
+
+
 def _kept_bucket(space: Space, model: ModelProfile, name: str, size: int) -> int:
     """Of the bucket sizes that hold the whole model, and so do the same, the base's one or else the smallest."""
     knob = space.knob(name)
@@ -272,7 +355,7 @@ def _terms(rows: list[dict[str, int]]) -> Terms:
 
 
 @lru_cache(maxsize=8)
-def _remade_plan(request: str, model: str, hardware: str) -> Plan:
+def _remade_plan(request: str, model: str, hardware: str, parallel: Parallel) -> Plan:
     parsed = StudyRequest.model_validate_json(request)
     return make_plan(parsed, parse_space(parsed), ModelProfile.model_validate_json(model),
-                     HardwareProfile.model_validate_json(hardware))
+                     HardwareProfile.model_validate_json(hardware), parallel)

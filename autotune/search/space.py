@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from autotune.domain.errors import FieldError, InvalidRequestError
-from autotune.domain.request import StudyRequest
-from autotune.predict.cluster import bundled_clusters
+from autotune.domain.request import HardwareRequest, StudyRequest
+from autotune.predict.cluster import Cluster, bundled_clusters, described
 from autotune.search.knobs import FOREIGN_NAMES, KNOBS, NOT_A_KNOB, PARALLEL_DEGREES, KnobKind
 from autotune.search.points import Knob, Space
 from engine.config import TrainConfig, resolve_batch_sizes
@@ -28,7 +28,8 @@ def parse_space(request: StudyRequest) -> Space:
     Raises:
         InvalidRequestError: with every problem found, each at a dotted field such as ``search.space.zero_stage``.
     """
-    _require_known_cluster(request)
+    if request.hardware.cluster is not None:
+        named_cluster(request.hardware)
     world_size, global_batch = request.hardware.devices, request.training.global_batch_size
     _require_divisible(global_batch, world_size)
     base_fields, baseline = _parse_baseline(request)
@@ -47,11 +48,19 @@ def parse_space(request: StudyRequest) -> Space:
                  world_size=world_size, default=default)
 
 
-def _require_known_cluster(request: StudyRequest) -> None:
-    name = request.hardware.cluster
-    if name is not None and name not in bundled_clusters():
+def named_cluster(hardware: HardwareRequest) -> Cluster:
+    """The cluster that a request of mode plan names or describes.
+
+    Raises:
+        InvalidRequestError: no cluster of this name is bundled.
+    """
+    assert hardware.cluster is not None
+    try:
+        return described(hardware.cluster)
+    except KeyError:
         raise InvalidRequestError(FieldError(
-            "hardware.cluster", f"no cluster is known as {name!r}: give one of {', '.join(bundled_clusters())}"))
+            "hardware.cluster", f"no cluster is known as {hardware.cluster!r}: give one of "
+            f"{', '.join(bundled_clusters())}, or describe one of your own")) from None
 
 
 def _require_divisible(global_batch: int, world_size: int) -> None:
@@ -157,7 +166,7 @@ def _unknown_knob(name: str) -> str:
 
 def _no_such_degree(name: str) -> str:
     return (f"{name} is not supported: parameters are sharded over data-parallel ranks only, as many as "
-            "hardware.devices; leave it out")
+            "hardware.devices; leave it out (mode plan has hardware.tensor_parallel and hardware.pipeline_parallel)")
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -235,4 +244,4 @@ def _default_config(space: Space) -> TrainConfig:
             getattr(config, name) != value for name, value in wanted.items()))
 
 
-__all__ = ["MAX_POINTS", "Knob", "Space", "divisors", "parse_space"]
+__all__ = ["MAX_POINTS", "Knob", "Space", "divisors", "named_cluster", "parse_space"]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Security
 from fastapi.security import HTTPBearer
 
-from autotune.service.api import events, hardware, health, metrics, models, studies, trials
+from autotune.service.api import clusters, events, hardware, health, metrics, models, studies, trials
 from autotune.service.auth import Auth
 from autotune.service.commands import Commands
 from autotune.service.middleware import (
@@ -58,7 +58,7 @@ def _bearer_scheme(_: Annotated[Any, Security(_bearer)]) -> None:
 
 def _add_routes(app: FastAPI) -> None:
     api = APIRouter(prefix=API_PREFIX, dependencies=[Depends(_bearer_scheme)], responses=responses(401))
-    for part in (studies, trials, events, models, hardware):
+    for part in (studies, trials, events, models, hardware, clusters):
         api.include_router(part.router)
     app.include_router(api)
     app.include_router(health.router)

@@ -8,6 +8,7 @@ from typing import Any
 from autotune.domain.errors import FieldError, InvalidRequestError
 from autotune.domain.hardware import Host
 from autotune.domain.request import StudyRequest
+from autotune.search.layouts import check_layouts
 from autotune.search.space import parse_space
 from autotune.settings import Settings
 from engine.errors import ConfigurationError
@@ -109,7 +110,7 @@ def check_space(request: StudyRequest) -> None:
         InvalidRequestError: names every field at fault.
     """
     try:
-        parse_space(request)
+        check_layouts(request) if request.mode == "plan" else parse_space(request)
     except ConfigurationError as error:
         raise InvalidRequestError(*(FieldError(f"search.baseline.{field}", str(error))
                                     for field in error.fields)) from error

@@ -119,11 +119,14 @@ def _members(annotation: Any) -> list[Any] | None:
 
 
 def _member(members: list[Any], tag: str | int) -> Any:
-    for member in members:
+    for member in map(_strip, members):
+        if _is_model(member) and member.__name__ == tag:
+            return member
         kind = getattr(member, "model_fields", {}).get("kind")
         if kind is not None and get_origin(kind.annotation) is Literal and tag in get_args(kind.annotation):
             return member
-    return next((member for member in members if get_origin(member) is list and str(tag).startswith("list")), None)
+    return next((member for member in map(_strip, members)
+                 if get_origin(member) is list and str(tag).startswith("list")), None)
 
 
 def _is_model(annotation: Any) -> bool:

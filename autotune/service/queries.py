@@ -3,13 +3,15 @@
 from datetime import datetime
 
 from autotune.domain.catalog import ModelSummary
+from autotune.domain.cluster import Cluster
 from autotune.domain.errors import ConflictError, FieldError, InvalidRequestError, NotFoundError, NoWinnerError
 from autotune.domain.hardware import DeviceLease, Host
 from autotune.domain.page import Page
 from autotune.domain.study import BestConfig, Event, PlanSummary, Study, StudyState, Trial
 from autotune.export import FORMATS, ExportedFile
-from autotune.export import export as export_best
+from autotune.export import export as write_export
 from autotune.search.explain import Explanation, explain
+from autotune.search.layouts import described_clusters
 from autotune.store.database import Database
 from engine.profile import HardwareProfile
 from engine.values import Value
@@ -87,6 +89,11 @@ class Queries:
         Raises:
             ConflictError: it has not been made, or never will be.
         """
+        plan = self._with_plan(study_id).plan
+        assert plan is not None
+        return plan
+
+    def _with_plan(self, study_id: str) -> Study:
         with self._database.read() as transaction:
             study = transaction.studies.get(study_id)
         if study.plan is None:
@@ -94,7 +101,7 @@ class Queries:
                 f"study {study_id} ended before its plan was made: {study.error or study.state.value}"
                 if study.state.is_final else
                 f"study {study_id} has no plan yet: it is {study.phase or study.state}; ask again")
-        return study.plan
+        return study
 
     def trials(self, study_id: str) -> tuple[Trial, ...]:
         """All trials of a study, by number."""
@@ -137,7 +144,8 @@ class Queries:
             return study.best
         outcomes = self.outcomes(study_id)
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())) or "none yet"
-        reason = f": {study.error}" if study.error else " as it only planned" if study.request.mode == "plan" else ""
+        planned = " as it only planned: export a row" if study.request.mode == "plan" else ""
+        reason = f": {study.error}" if study.error else planned
         raise NoWinnerError(f"study {study_id} is {study.state.value} and has no winner{reason} (trials: {counts})",
                             outcomes=outcomes)
 
@@ -149,19 +157,26 @@ class Queries:
         """
         return explain(self.best(study_id), self.trials(study_id))
 
-    def export(self, study_id: str, format: str) -> ExportedFile:
-        """The winner as a file for a training tool.
+    def export(self, study_id: str, format: str, row: int | None = None) -> ExportedFile:
+        """The winner as a file for a training tool; with `row`, that row of a plan, which the file says is predicted.
 
         Raises:
-            InvalidRequestError: an unknown format.
+            InvalidRequestError: an unknown format or row.
             NoWinnerError: nothing to export.
+            ConflictError: a row of a plan that has not been made.
             ExportError: the format cannot express the configuration.
         """
         study = self.study(study_id)
         if format not in FORMATS:
             raise InvalidRequestError(FieldError(
                 "format", f"unknown format {format!r}: give one of {', '.join(FORMATS)}"))
-        return export_best(study.best or self.best(study_id), format)
+        if row is not None:
+            return write_export(self._with_plan(study_id).planned(row), format)
+        return write_export(study.best or self.best(study_id), format)
+
+    def clusters(self) -> tuple[Cluster, ...]:
+        """Those that can be planned for by name."""
+        return described_clusters()
 
     def export_formats(self) -> tuple[str, ...]:
         """Names of the formats that `export` knows."""

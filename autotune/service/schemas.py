@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import Field
 
 from autotune.domain.catalog import ModelSummary
-from autotune.domain.prediction import Prediction
+from autotune.domain.cluster import Cluster
 from autotune.domain.request import StudyRequest
-from autotune.domain.study import BestConfig, PlanSummary, Progress, Study, StudyPhase, StudyState, Trial
+from autotune.domain.study import BestConfig, PlannedPoint, PlanSummary, Progress, Study, StudyPhase, StudyState, Trial
 from engine.config import TrainConfig
 from engine.values import Value
 
@@ -91,9 +91,9 @@ class BestList(Value):
     next_cursor: str | None = Field(None, description="always null: the list is short")
 
 
-class PlannedPoint(Value):
-    config: TrainConfig
-    prediction: Prediction
+class ClusterList(Value):
+    items: tuple[Cluster, ...]
+    next_cursor: str | None = Field(None, description="always null: the list is short")
 
 
 class PlanView(Value):
@@ -105,16 +105,19 @@ class PlanView(Value):
     rejections: dict[str, int] = Field(description="how many were dropped, by reason")
     examples: dict[str, TrainConfig] = Field(description="one dropped configuration per reason")
     predictions: tuple[PlannedPoint, ...] = Field(description="feasible configurations, smallest memory first")
-    fastest: tuple[PlannedPoint, ...] = Field(description="those predicted to be fastest, fastest first")
+    fastest: tuple[PlannedPoint, ...] = Field(description="those predicted to be fastest, fastest first; of those that "
+                                              "differ in nothing but buckets and overlap, one")
+    layouts: tuple[PlannedPoint, ...] = Field(description="mode plan over several degrees of tensor and pipeline "
+                                              "parallelism: the fastest of each pair, fastest first")
+    device_limit_bytes: int | None = Field(description="that one device may use")
+    host_limit_bytes: int | None = Field(description="of its host, that one device may use")
 
     @classmethod
     def of(cls, plan: PlanSummary, limit: int) -> "PlanView":
         return cls(space=plan.space, points=plan.points, feasible=plan.feasible, rejections=plan.rejections,
-                   examples=plan.examples, predictions=tuple(
-                       PlannedPoint(config=config, prediction=prediction)
-                       for config, prediction in plan.predictions[:limit]),
-                   fastest=tuple(PlannedPoint(config=config, prediction=prediction)
-                                 for config, prediction in plan.fastest[:limit]))
+                   examples=plan.examples, predictions=plan.predictions[:limit], fastest=plan.fastest[:limit],
+                   layouts=plan.layouts[:limit], device_limit_bytes=plan.device_limit_bytes,
+                   host_limit_bytes=plan.host_limit_bytes)
 
 
 class Health(Value):

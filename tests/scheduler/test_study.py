@@ -91,9 +91,9 @@ async def test_a_plan_probes_on_one_device_and_measures_nothing(any_database: Da
     assert {len(run.devices) for run in launcher.runs} == {1}
     assert trials_of(any_database, study) == ()
     assert study.plan is not None
-    fastest = [prediction.step_seconds for _, prediction in study.plan.fastest]
+    fastest = [point.prediction.step_seconds for point in study.plan.fastest]
     assert fastest == sorted(fastest, key=lambda seconds: seconds or 0.0)
-    assert fastest[0] == min(prediction.step_seconds or 0.0 for _, prediction in study.plan.predictions)
+    assert fastest[0] == min(point.prediction.step_seconds or 0.0 for point in study.plan.predictions)
     with any_database.read() as tx:
         assert tx.best.for_model("gpt-tiny") == ()
         assert tx.profiles.list_hardware() == (), "described, not measured"

@@ -5,6 +5,7 @@ from autotune.domain.study import PlanSummary, StudyState, TrialRole
 from autotune.store import Database
 from engine.config import TrainConfig
 from engine.report import Outcome, TrialReport
+from tests.support.plans import cluster_plan, plan_request
 from tests.support.samples import sample_best, sample_failure, sample_prediction, sample_report, sample_request
 
 
@@ -43,6 +44,18 @@ def succeeded(database: Database) -> str:
         transaction.studies.set_best(study_id, epoch, best)
         transaction.best.put(best)
         transaction.studies.finish(study_id, epoch, StudyState.SUCCEEDED, note="budget spent")
+    return study_id
+
+
+def planned(database: Database, degrees: str = "auto") -> str:
+    """A study that ranked configurations for a described cluster."""
+    study_id = queued(database, plan_request(degrees=degrees if degrees == "auto" else int(degrees)))
+    found = cluster_plan(degrees)
+    with database.begin() as transaction:
+        study = transaction.studies.claim("scheduler-1", lease_seconds=600, max_devices=8)
+        assert study is not None
+        transaction.studies.set_plan(study_id, study.lease_epoch, found.summary)
+        transaction.studies.finish(study_id, study.lease_epoch, StudyState.SUCCEEDED, note=found.note)
     return study_id
 
 

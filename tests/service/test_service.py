@@ -156,6 +156,7 @@ class TestOpenApi:
             ("get", "/api/v1/studies/{study_id}/best"), ("get", "/api/v1/studies/{study_id}/export"),
             ("get", "/api/v1/studies/{study_id}/explanation"),
             ("get", "/api/v1/models"), ("get", "/api/v1/models/{name}/best"), ("get", "/api/v1/hardware"),
+            ("get", "/api/v1/clusters"),
             ("get", "/healthz"), ("get", "/readyz"), ("get", "/metrics")}
         assert {(method, path) for path, methods in document["paths"].items() for method in methods} == expected
 

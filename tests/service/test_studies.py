@@ -13,7 +13,7 @@ from autotune.export import FORMATS
 from autotune.store import Database
 from engine.config import TrainConfig
 from engine.report import Outcome
-from tests.service.stories import failed, queued, running, succeeded
+from tests.service.stories import failed, planned, queued, running, succeeded
 from tests.support.samples import sample_best, sample_failure, sample_measurement, sample_report, sample_request
 
 UNKNOWN = "0" * 32
@@ -217,6 +217,62 @@ class TestWinner:
         assert response.json()["outcomes"] == {"oom_device": 2, "crashed": 1}
         assert "no feasible configuration" in response.json()["detail"]
         assert "1 crashed, 2 oom_device" in response.json()["detail"]
+
+
+class TestPlanForACluster:
+    """Rows of a plan: read and exported, never stored as a best configuration."""
+
+    def test_rows_name_degrees_and_rates(self, client: TestClient, database: Database) -> None:
+        plan = client.get(f"/api/v1/studies/{planned(database)}/plan").json()
+        row = plan["fastest"][0]
+        assert row["tensor_parallel"] * row["pipeline_parallel"] * row["data_parallel"] == 64
+        assert row["tokens_per_second"] == pytest.approx(2048 * row["samples_per_second"])
+        assert 0.2 < row["model_flops_utilization"] < 0.9
+        assert plan["device_limit_bytes"] == 85_000_000_000
+        assert len({(row["tensor_parallel"], row["pipeline_parallel"]) for row in plan["layouts"]}) == len(
+            plan["layouts"]) > 4
+
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_a_row_is_exported_as_predicted(self, client: TestClient, database: Database, format: str) -> None:
+        study_id = planned(database, "1")
+        response = client.get(f"/api/v1/studies/{study_id}/export", params={"format": format, "row": 1})
+        assert response.status_code == 200
+        notes = json.loads(response.headers["x-autotune-notes"])
+        marked = [note for note in notes if note.startswith("PREDICTED for 64 x NVIDIA A100-SXM4-80GB, not measured")]
+        assert len(marked) == 1
+        assert "PREDICTED" in response.text, "the file itself says so"
+        assert "tuned on" not in response.text
+        assert "than measured" not in response.text
+
+    def test_what_it_ranked_is_nobody_s_best_configuration(self, client: TestClient, database: Database) -> None:
+        study_id = planned(database)
+        client.get(f"/api/v1/studies/{study_id}/export", params={"row": 1})
+        assert client.get(f"/api/v1/studies/{study_id}").json()["best"] is None
+        assert client.get("/api/v1/models/gpt-7b/best").json()["items"] == []
+        for path in ("best", "export", "explanation"):
+            response = client.get(f"/api/v1/studies/{study_id}/{path}")
+            assert (response.status_code, "only planned" in response.json()["detail"]) == (409, True)
+        with database.read() as transaction:
+            assert transaction.best.for_model("gpt-7b") == ()
+
+    def test_a_row_of_another_engine_is_not_exported(self, client: TestClient, database: Database) -> None:
+        study_id = planned(database)
+        row = next(number for number, point in enumerate(
+            client.get(f"/api/v1/studies/{study_id}/plan").json()["fastest"], start=1) if point["tensor_parallel"] > 1)
+        response = client.get(f"/api/v1/studies/{study_id}/export", params={"format": "engine", "row": row})
+        assert response.status_code == 422
+        assert f"row {row} has tensor_parallel" in response.json()["detail"]
+
+    def test_rows_that_are_not_there_are_refused(self, client: TestClient, database: Database) -> None:
+        for study_id, row in ((planned(database), 999), (succeeded(database), 1)):
+            response = client.get(f"/api/v1/studies/{study_id}/export", params={"row": row})
+            assert response.status_code == 422
+            assert response.json()["errors"][0]["field"] == "row"
+
+    def test_clusters_are_listed_with_their_figures(self, client: TestClient) -> None:
+        items = client.get("/api/v1/clusters").json()["items"]
+        assert [item["name"] for item in items] == ["a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb", "v100-32gb"]
+        assert items[1]["links"]["devices_per_node"] == 8
 
 
 class TestExport:

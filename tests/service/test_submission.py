@@ -67,6 +67,13 @@ def test_a_plan_needs_no_devices_here(client: TestClient, body: dict[str, Any], 
     assert client.post("/api/v1/studies", json=plan).status_code == 201
     unknown = client.post("/api/v1/studies", json=with_change(plan, "hardware.cluster", "b300"))
     assert "give one of a100-40gb" in problems_of(unknown)["hardware.cluster"]
+    described = client.get("/api/v1/clusters").json()["items"][0]
+    assert client.post("/api/v1/studies", json=with_change(plan, "hardware.cluster", described)).status_code == 201
+    described["links"]["intra_bytes_per_second"] = 0
+    wrong = client.post("/api/v1/studies", json=with_change(plan, "hardware.cluster", described))
+    assert problems_of(wrong).keys() == {"hardware.cluster.links.intra_bytes_per_second"}
+    degrees = client.post("/api/v1/studies", json=with_change(plan, "hardware.tensor_parallel", [3]))
+    assert "does not stay inside a node" in problems_of(degrees)["hardware.tensor_parallel"]
     without = {**plan, "hardware": {"devices": 64}}
     assert "hardware.cluster" in problems_of(client.post("/api/v1/studies", json=without))["mode"]
     tuned = {**plan, "mode": "tune"}

@@ -7,10 +7,12 @@ from typing import Any
 from autotune.domain.prediction import Prediction
 from autotune.domain.request import StudyRequest
 from autotune.domain.study import PlanSummary, Progress, Study, StudyPhase, StudyState, Trial, TrialRole
+from autotune.search.layouts import ClusterPlan
 from autotune.store import Database
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome, PhaseSeconds, StateBytes, TrialProgress, TrialReport
 from engine.statistics import mean_interval
+from tests.support.plans import cluster_plan
 from tests.support.samples import sample_best, sample_hardware_profile
 
 MIB = 2**20
@@ -169,6 +171,17 @@ class Story:
     def fail(self, error: str) -> None:
         with self.database.begin() as tx:
             tx.studies.finish(self.study.id, self.study.lease_epoch, StudyState.FAILED, error=error)
+
+
+def planned(story: Story, degrees: str = "auto") -> ClusterPlan:
+    """Claim, probe and rank, as the scheduler does."""
+    story.claim()
+    story.phase(StudyPhase.PROBING)
+    found = cluster_plan(degrees)
+    with story.database.begin() as tx:
+        tx.studies.set_plan(story.study.id, story.study.lease_epoch, found.summary)
+        tx.studies.finish(story.study.id, story.study.lease_epoch, StudyState.SUCCEEDED, note=found.note)
+    return found
 
 
 LOG = """\

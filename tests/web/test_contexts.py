@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from autotune.domain.study import PlanSummary, Progress, StudyPhase, StudyState
+from autotune.domain.study import Progress, StudyPhase, StudyState
 from engine.config import TrainConfig
 from engine.report import Outcome
 from tests.support.samples import START, sample_best, sample_hardware_profile
@@ -18,7 +18,6 @@ from web.contexts import (
     memory_limit,
     phase_segments,
     phase_steps,
-    plan_view,
     progress_view,
     study_page,
     study_row,
@@ -107,10 +106,6 @@ class TestStudyPage:
         assert memory_limit(study(request=unlimited)) is None
         on_gpu = sample_best(hardware_profile=sample_hardware_profile(device_type="cuda", memory_bytes=80 * 2**30))
         assert memory_limit(study(request=unlimited, best=on_gpu)) == 80 * 2**30
-
-    def test_rejections_come_most_frequent_first(self) -> None:
-        plan = PlanSummary(space={"zero_stage": [0, 1]}, points=9, feasible=2, rejections={"rare": 1, "often": 6})
-        assert plan_view(plan).rejections == (("often", 6), ("rare", 1))
 
     def test_the_list_s_line(self) -> None:
         row = study_row(study(best=sample_best(tie_with=(4,))))

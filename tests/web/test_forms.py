@@ -37,6 +37,15 @@ def test_the_memory_limit_has_its_unit() -> None:
     assert parse_request(body()).hardware.memory_limit_bytes is None
 
 
+def test_a_plan_names_a_cluster_and_degrees_and_has_no_budget() -> None:
+    found = body(purpose="plan", hardware__cluster="h100-80gb", hardware__devices="16",
+                 hardware__tensor_parallel="1, 2 4", hardware__pipeline_parallel="auto")
+    assert "budget" not in found
+    request = parse_request(found)
+    assert (request.mode, request.hardware.cluster, request.hardware.devices) == ("plan", "h100-80gb", 16)
+    assert (request.hardware.tensor_parallel, request.hardware.pipeline_parallel) == ([1, 2, 4], "auto")
+
+
 def test_ticked_values_are_the_space() -> None:
     values = default_values() | {"space": "chosen", "search.space.micro_batch_size": "1, 2 4"}
     ticked = {"zero_stage": ("0", "3"), "overlap_comm": ("false",), "offload_optimizer_ratio": ("0.5",)}

@@ -7,8 +7,9 @@ from fastapi.testclient import TestClient
 
 from autotune.store import Database
 from engine.report import Outcome
+from tests.support.plans import plan_request
 from tests.web.conftest import TOKEN
-from tests.web.story import Story, finished, request, searched
+from tests.web.story import Story, finished, planned, request, searched
 
 HOSTILE = "<script>alert('x')</script>\"'&"
 
@@ -161,6 +162,17 @@ class TestSubmitting:
         assert 'value="gpt-form"' in answer.text or "name" in changes
         assert client.get("/").text.count('id="study-') == 0
 
+    def test_a_plan_is_made_from_the_form(self, client: TestClient) -> None:
+        plan = FORM | {"purpose": "plan", "hardware.cluster": "h100-80gb", "hardware.devices": "8",
+                       "hardware.tensor_parallel": "3"}
+        wrong = client.post("/studies/new", data=plan)
+        assert 'id="hardware.tensor_parallel-error"' in wrong.text
+        answer = client.post("/studies/new", data=plan | {"hardware.tensor_parallel": "auto"})
+        assert answer.status_code == 303
+        page = client.get(answer.headers["location"]).text
+        assert "8 × h100-80gb" in page
+        assert "predicted, not measured" in page
+
     def test_a_task_that_is_not_allowed_is_refused_at_its_field(self, client: TestClient) -> None:
         answer = client.post("/studies/new", data=FORM | {"kind": "python", "python.entry_point": "os:system"})
         assert answer.status_code == 422
@@ -216,6 +228,24 @@ class TestStudies:
         assert re.search(r'zero_<wbr>stage</td><td class="num">1</td><td class="num">2</td>\s*'
                          r'<td class="num">−[12].\d %</td>\s*'
                          r'<td><a href="/studies/\w+/trials/9">trial 9</a></td>', why)
+
+    def test_a_plan_s_page_is_its_ranking(self, client: TestClient, database: Database) -> None:
+        story = Story.submit(database, plan_request())
+        found = planned(story).summary
+        path = f"/studies/{story.study.id}"
+        text = client.get(path).text
+        assert text.count('id="ranking-') == len(found.fastest) == 20
+        assert text.count('id="layouts-') >= len(found.layouts)
+        for absent in ('id="trials"', "data-chart", "No trial", "plotly"):
+            assert absent not in text
+        assert client.get(f"{path}/live").text.count('id="ranking-') == 20
+        row = found.first_exportable
+        assert f'<option value="{row}">' in text
+        file = client.get(f"{path}/export/deepspeed/download?row={row}").json()
+        assert file["_comment"][0].startswith("PREDICTED for 64 x NVIDIA A100")
+        part = client.get(f"{path}/export/deepspeed?row={row}", headers={"HX-Request": "true"}).text
+        assert f'/export/deepspeed/download?row={row}"' in part
+        assert "plan, predicted" in client.get("/").text
 
     def test_a_running_one_s_page_follows_from_its_last_event(self, client: TestClient, database: Database) -> None:
         story = Story.submit(database, request())

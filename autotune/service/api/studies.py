@@ -95,15 +95,19 @@ def get_explanation(study_id: StudyId, queries: QueriesDep) -> Explanation:
     return queries.explanation(study_id)
 
 
-@router.get("/{study_id}/export", summary="The winner as a file", response_class=Response, responses={
+@router.get("/{study_id}/export", summary="The winner or a plan's row as a file", response_class=Response, responses={
     **responses(404, 409, 422),
     200: {"description": "the file; `X-Autotune-Notes` is a JSON list of what to know about it",
           "content": {"application/json": {}, "application/yaml": {}, "text/plain": {}}}})
 def export(study_id: StudyId, queries: QueriesDep, format: Annotated[
         str, Query(max_length=100, description=", ".join(FORMATS))] = "engine",
-           ) -> Response:
-    """The winner for a training tool. What the format cannot express is refused or noted, never dropped in silence."""
-    file = queries.export(study_id, format)
+           row: Annotated[int | None, Query(ge=1, le=1000, description="mode plan: of `fastest`, counted from 1 and on "
+                                            "through what only `layouts` has")] = None) -> Response:
+    """The winner for a training tool. What the format cannot express is refused or noted, never dropped in silence.
+
+    A study in mode plan has no winner: `row` exports one of its predictions, which the file says it is.
+    """
+    file = queries.export(study_id, format, row)
     return Response(file.text.encode(), media_type=file.media_type, headers={
         "Content-Disposition": f'attachment; filename="{file.filename}"',
         "X-Autotune-Notes": json.dumps(list(file.notes), ensure_ascii=True)})
