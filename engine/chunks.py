@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.buckets import ALIGNMENT
+from engine.optimizers import first_state
 from engine.owned import Part, Slice
 
 
@@ -30,6 +31,13 @@ class Chunk:
         self._shared: dict[str, Any] = {}  # what the slices' states were last made of
         self._given: dict[str, Any] | None = None  # the first slice's states, as made of the whole's
         self._joins, self._apart = joins, False
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the states that the first step would make, where it is known what they are."""
+        state = first_state(optimizer, self._tensor, optimizer.param_groups[self.group])
+        if state and self._joins and not any(optimizer.state.get(piece.tensor) for piece in self.slices):
+            self._states = state
+            self._share(optimizer)
 
     def begin(self, optimizer: torch.optim.Optimizer, gradient: Tensor, used: set[int] | None) -> list[Tensor]:
         """The tensors that are to step, with their gradients.

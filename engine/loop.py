@@ -110,6 +110,9 @@ class TrainingLoop:
         optimizer: by name.
         seed: of the initial weights.
         context: this rank.
+
+    Attributes:
+        has_states: whether the optimizer's states are there from the start, so that the first step needs what all need.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class TrainingLoop:
         self.trainer = initialize(model, config=config, optimizer=optimizer, blocks=task_blocks(task, model),
                                   device=context.device)
         self.trainer.train()
+        self.has_states = self.trainer.prepare()
         torch.manual_seed(seed + 1 + context.rank)  # what is random while training differs between ranks
 
     def step(self, index: int) -> LoopStep:

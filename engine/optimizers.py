@@ -84,6 +84,14 @@ def prepare_state(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], g
                 state["momentum_buffer"] = torch.zeros_like(tensor)
 
 
+def first_state(optimizer: torch.optim.Optimizer, tensor: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    """What the first step of a fused Adam or AdamW would give a tensor: zeros. {} of others, which make their own."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not group["fused"] or group["amsgrad"]:
+        return {}
+    return {"step": torch.zeros((), dtype=torch.float32, device=tensor.device),
+            "exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
+
+
 def _stock(config: OptimizerConfig, parameters: Sequence[nn.Parameter], *, fused: bool) -> torch.optim.Optimizer:
     lr, decay, eps = config.lr, config.weight_decay, config.eps
     match config.name:

@@ -200,6 +200,14 @@ class Trainer:
         return StepResult(applied=not overflow, grad_norm=norm if norm is not None and math.isfinite(norm) else None,
                           loss_scale=scale, boundary=True)
 
+    def prepare(self) -> bool:
+        """Make optimizer states now that the first step would make, so that it takes no longer than the next.
+
+        Returns:
+            Whether all are there: those of Adam and AdamW, and of optimizers that make them when they are made.
+        """
+        return self._update.prepare()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Micro-batches inside are not reduced, for as long as the stage can hold their gradients: 0 and 1.

@@ -62,6 +62,14 @@ class OwnedUpdate:
             yield from part.slices
 
     @torch.no_grad()
+    def prepare(self) -> bool:
+        """Make states now that the first step would make; returns whether every slice has its own."""
+        for part in self.parts:
+            for chunk in self._chunks[part]:
+                chunk.prepare(self.optimizer)
+        return all(self.optimizer.state.get(piece.tensor) for piece in self.slices)
+
+    @torch.no_grad()
     def step(self, *, used: set[int] | None, divisor: float) -> None:
         """Update the owned elements from the stage's summed gradients, and publish them.
 

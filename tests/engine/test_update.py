@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import OptimizerConfig, TrainConfig
+from engine.trainer import Trainer
 from tests.engine.training import (
     FEATURES,
     RanksOf,
@@ -188,3 +189,45 @@ def test_counts_go_apart_where_a_parameter_is_left_out(ranks: RanksOf, name: str
     optimizer = OptimizerConfig.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
     setup = Setup(partial(Turns, without), TrainConfig(zero_stage=1), optimizer, steps=6)
     assert_same_weights(ranks(2).run(train, setup), reference(setup))
+
+
+def _prepared_and_not(setup: Setup) -> bool:
+    """Whether weights and states are equal bit for bit after every step, and all states were there before the first."""
+    early, late = start(setup), start(setup)
+    assert early.prepare()
+    counts = [len(early.optimizer.state)]
+    for step in range(setup.steps):
+        run_step(early, step)
+        run_step(late, step)
+        ours, theirs = early.consolidated_state_dict(), late.consolidated_state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    counts.append(len(early.optimizer.state))
+    for ours, theirs in zip(_states(early), _states(late), strict=True):
+        assert list(ours) == list(theirs)
+        assert all(ours[key].dtype == value.dtype and torch.equal(ours[key], value) for key, value in theirs.items())
+    early.close()
+    late.close()
+    return 0 < counts[0] == counts[1]
+
+
+def _states(trainer: Trainer) -> list[dict[str, Tensor]]:
+    """By parameter slice; none of those that never stepped."""
+    states = (trainer.optimizer.state.get(tensor, {}) for group in trainer.optimizer.param_groups
+              for tensor in group["params"])
+    return [state for state in states if state and state["step"]]
+
+
+@pytest.mark.parametrize("without", [(), (0, 1, 2), (1,)])
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_states_made_beforehand_are_those_that_the_first_step_makes(
+        ranks: RanksOf, name: str, without: tuple[int, ...]) -> None:
+    optimizer = OptimizerConfig.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
+    config = TrainConfig(zero_stage=1, precision="bf16", offload_optimizer_ratio=0.5, reduce_bucket_size=150)
+    assert all(ranks(2).run(_prepared_and_not, Setup(partial(Turns, without), config, optimizer, steps=3)))
+
+
+def test_states_of_which_it_is_not_known_what_they_are_come_with_the_first_step() -> None:
+    trainer = start(Setup(Tower, TrainConfig(), OptimizerConfig(name="rmsprop")))
+    assert not trainer.prepare()
+    assert not trainer.optimizer.state
+    trainer.close()
