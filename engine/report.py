@@ -33,8 +33,9 @@ class Outcome(StrEnum):
 class MeasurePolicy(Value):
     """How long a trial measures.
 
-    Warm-up steps are discarded until step time is steady; then steps are measured until the 95 % confidence interval
-    of the mean step time is within `target_relative_interval` of it (half width over mean), or a limit is reached.
+    Steps are discarded until step time is steady. Those that show it, and the steps after them, are measured until the
+    95 % confidence interval of the mean step time is within `target_relative_interval` of it (half width over mean), or
+    a limit is reached.
     """
 
     max_warmup_steps: Whole = Field(8, ge=1)

@@ -4,6 +4,12 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, median, stdev
 
+STEADY_WINDOW = 3
+"""So many step times in a row agree once the pace is steady."""
+
+_STEADY_RANGE = 0.15
+"""Times agree whose range is within this share of their median."""
+
 
 def mean_interval(samples: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
     """Confidence interval of the mean, Student's t with n-1 degrees of freedom.
@@ -39,7 +45,17 @@ def t_quantile(probability: float, degrees: int) -> float:
     return z + g1 / degrees + g2 / degrees**2 + g3 / degrees**3 + g4 / degrees**4
 
 
-def is_steady(samples: Sequence[float], *, window: int = 3, tolerance: float = 0.15) -> bool:
-    """Whether the last `window` step times agree: their range is within `tolerance` of their median."""
-    last = samples[-window:]
-    return len(last) == window and max(last) - min(last) <= tolerance * median(last)
+def steady_steps(samples: Sequence[float], *, tolerance: float) -> int:
+    """How many of the last step times were measured at a steady pace; 0 as long as the last three do not agree.
+
+    Where they do, a leading one that took longer than every later one still belonged to the warm-up.
+
+    Args:
+        tolerance: by which it may have taken longer, relative.
+    """
+    last = list(samples[-STEADY_WINDOW:])
+    if len(last) < STEADY_WINDOW or max(last) - min(last) > _STEADY_RANGE * median(last):
+        return 0
+    while len(last) > 1 and last[0] > (1 + tolerance) * max(last[1:]):
+        del last[0]
+    return len(last)

@@ -1,10 +1,11 @@
-"""One trial: build, warm up until steps are steady, measure until the mean is known well enough, tell all of it.
+"""One trial: build, step until steps are steady, measure until the mean is known well enough, tell all of it.
 
 Every decision follows from numbers that all ranks agreed on, so all ranks take the same number of steps.
 """
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal, Protocol
@@ -31,7 +32,7 @@ from engine.report import (
     TrialRequest,
 )
 from engine.spec import GptSpec
-from engine.statistics import is_steady, mean_interval
+from engine.statistics import STEADY_WINDOW, mean_interval, steady_steps
 from engine.tasks.build import build_task
 from engine.values import Precision
 
@@ -44,7 +45,11 @@ _LEAST_TO_PRUNE = 3
 """Two step times may agree by chance, and their interval then says too much."""
 
 _LOOKS_IN_BACKWARD = 16
-"""At memory, in the warm-up only: together they take a millisecond."""
+"""At memory, in the first steps only: together they take a millisecond."""
+
+WATCHED_STEPS = 2
+"""So many by the memory meter, which makes them slow on a CPU: they are never measured. The second is like all later
+ones: the optimizer's states are there throughout, and stage 3 knows in which order it gathers."""
 
 _WARM_UP_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
@@ -92,7 +97,7 @@ def run_trial(
     loop = TrainingLoop(task, request.config, request.optimizer, seed=request.seed, context=context)
     trial = _Trial(request, context, reporter, loop, meter)
     if context.world_size > 1 and context.device.type == "cpu" and request.config.zero_stage:
-        loop.clock, trial.warm_up_hooks = _WatchedClock(loop.clock, meter), _look_in_backward(loop, meter)
+        loop.clock, trial.looks = _WatchedClock(loop.clock, meter), _look_in_backward(loop, meter)
     trial.started = started
     trial.record.setup_seconds = time.perf_counter() - started
     trial.budget_seconds = deadline_seconds * _DEADLINE_SHARE
@@ -106,6 +111,13 @@ def run_trial(
     left_behind = meter.finish()
     clean = report.outcome in (Outcome.OK, Outcome.PRUNED, Outcome.NON_FINITE) and left_behind <= LEFT_BEHIND_BYTES
     return report, clean
+
+
+def _steps_to_watch(loop: TrainingLoop, device: torch.device) -> int:
+    """How many steps have to be applied until one has needed all that later ones need."""
+    if device.type != "cpu":
+        return 0  # the allocator keeps the peak by itself
+    return 1 if loop.has_states and loop.config.zero_stage < 3 else WATCHED_STEPS
 
 
 def _look_in_backward(loop: TrainingLoop, meter: MemoryMeter) -> list[RemovableHandle]:
@@ -129,22 +141,6 @@ class _WatchedClock:
             self._meter.look()
 
 
-@dataclass
-class _Record:
-    """What has been seen so far; times are those all ranks agreed on."""
-
-    setup_seconds: float = 0.0
-    warmup_seconds: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    loss_sums: list[float] = field(default_factory=list)
-    applied: list[bool] = field(default_factory=list)
-    compiled: list[bool] = field(default_factory=list)
-    phases: list[dict[PhaseName, float]] = field(default_factory=list)
-    offload: list[tuple[float, float]] = field(default_factory=list)  # of the host's step, and of transfers
-    notes: list[str] = field(default_factory=list)
-    contended: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Agreed:
     """One step as all ranks see it: the slowest one's time, the worst one's troubles."""
@@ -155,6 +151,49 @@ class _Agreed:
     non_finite: bool
     applied: bool
     compiled: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A step that was taken, and what it was made of on this rank.
+
+    Attributes:
+        watched: whether the memory meter made it slow.
+        offload: seconds of the host's step, and of transfers.
+        before: the readings at its beginning.
+    """
+
+    agreed: _Agreed
+    watched: bool
+    phases: dict[PhaseName, float]
+    offload: tuple[float, float]
+    before: CpuTimes
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether it did all that a step does, and nothing else."""
+        return self.agreed.applied and not self.agreed.compiled and not self.watched
+
+
+@dataclass
+class _Record:
+    """What has been seen so far. Every step that ended well is either of the warm-up or measured."""
+
+    setup_seconds: float = 0.0
+    warmup: list[_Step] = field(default_factory=list)
+    measured: list[_Step] = field(default_factory=list)
+    loss_sums: list[float] = field(default_factory=list)
+    applied: list[bool] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    contended: bool = False
+
+    @property
+    def step_seconds(self) -> list[float]:
+        return _seconds(self.measured)
+
+
+def _seconds(steps: Sequence[_Step]) -> list[float]:
+    return [step.agreed.seconds for step in steps]
 
 
 class _Stopped(Exception):
@@ -175,15 +214,16 @@ class _Trial:
         self.record = _Record()
         self.started = time.perf_counter()
         self.budget_seconds = math.inf
-        self.warm_up_hooks: list[RemovableHandle] = []
+        self.looks: list[RemovableHandle] = []
+        self._watches = True
+        self._still_to_watch = _steps_to_watch(loop, context.device)
+        self._last_seconds: float | None = None
 
     def run(self) -> TrialReport:
         """The main path of a trial."""
         outcome, detail, failed_step = Outcome.OK, "", None
         try:
             self._warm_up()
-            for hook in self.warm_up_hooks:
-                hook.remove()
             self._measure()
             self._require_applied_steps()
             self._run_longest_sample()
@@ -197,19 +237,32 @@ class _Trial:
     # -- phases
 
     def _warm_up(self) -> None:
-        """Steps until the last ones agree, were applied and compiled nothing; `max_warmup_steps` or `max_seconds`, not
-        counting what compiled, where that is sooner."""
+        """Steps until the last ones agree, were applied and compiled nothing: those are measured already.
+
+        Ends with nothing measured at `max_warmup_steps` or `max_seconds`, not counting what compiled, where that is
+        sooner.
+        """
         policy, record = self._request.policy, self.record
         settling = 0.0
-        while len(record.warmup_seconds) < policy.max_warmup_steps:
-            agreed = self._step("warmup")
-            record.warmup_seconds.append(agreed.seconds)
-            if is_steady(record.warmup_seconds) and all(record.applied[-3:]) and not any(record.compiled[-3:]):
+        while len(record.warmup) < policy.max_warmup_steps:
+            step = self._step("warmup")
+            record.warmup.append(step)
+            steady = self._steady_steps()
+            if steady:
+                record.measured = record.warmup[-steady:]
+                del record.warmup[-steady:]
                 return
-            settling += 0.0 if agreed.compiled else agreed.seconds
-            if settling > policy.max_seconds or agreed.elapsed > self.budget_seconds:
+            settling += 0.0 if step.agreed.compiled else step.agreed.seconds
+            if settling > policy.max_seconds or step.agreed.elapsed > self.budget_seconds:
                 break
-        record.notes.append(f"step time was not steady after {len(record.warmup_seconds)} warm-up steps")
+        record.notes.append(f"step time was not steady after {len(record.warmup)} warm-up steps")
+
+    def _steady_steps(self) -> int:
+        """How many of the last steps count. What one is off by must not matter to the mean that was asked for."""
+        policy, last = self._request.policy, self.record.warmup[-STEADY_WINDOW:]
+        if not all(step.is_ordinary for step in last):
+            return 0
+        return min(steady_steps(_seconds(last), tolerance=policy.target_relative_interval), policy.max_steps)
 
     def _measure(self) -> None:
         """Steps until the mean's interval is narrow enough, or a limit is reached; two at the least.
@@ -218,22 +271,17 @@ class _Trial:
         unless they never end.
         """
         record, recompiled, skipped = self.record, 0, 0
-        before = cpu_times(self._context.core)
         while not self._is_enough() and skipped < self._request.policy.max_steps:
-            host, transfer = self._loop.trainer.offload_seconds
-            agreed = self._step("measuring")
-            if not agreed.applied:
+            step = self._step("measuring")
+            if not step.agreed.applied:
                 skipped += 1
-                record.warmup_seconds.append(agreed.seconds)
-            elif agreed.compiled and recompiled < self._request.policy.max_steps:
+                record.warmup.append(step)
+            elif step.agreed.compiled and recompiled < self._request.policy.max_steps:
                 recompiled += 1
-                record.warmup_seconds.append(agreed.seconds)
+                record.warmup.append(step)
             else:
-                record.step_seconds.append(agreed.seconds)
-                record.phases.append(self._loop.clock.seconds())
-                host_now, transfer_now = self._loop.trainer.offload_seconds
-                record.offload.append((host_now - host, transfer_now - transfer))
-            if agreed.elapsed > self.budget_seconds and len(record.step_seconds) >= _LEAST_MEASURED:
+                record.measured.append(step)
+            if step.agreed.elapsed > self.budget_seconds and len(record.measured) >= _LEAST_MEASURED:
                 record.notes.append("measuring was cut short by the trial's deadline")
                 break
         if recompiled:
@@ -244,11 +292,11 @@ class _Trial:
             record.notes.append("host memory could not be page-locked: offload's transfers are slower for it")
         elif self._context.device.type == "cpu" and self._loop.trainer.host_bytes:
             record.notes.append("the device is the CPU: offloaded state lies in the same memory, page-locked nowhere")
-        record.contended = self._is_contended(before)
+        record.contended = bool(record.measured) and self._is_contended(record.measured[0].before)
 
     def _require_applied_steps(self) -> None:
         steps, skipped = len(self.record.applied), self.record.applied.count(False)
-        if len(self.record.step_seconds) < _LEAST_MEASURED:
+        if len(self.record.measured) < _LEAST_MEASURED:
             raise _Stopped(Outcome.NON_FINITE, f"gradients were not finite in {skipped} of {steps} steps: too few were "
                            "applied", steps - 1)
 
@@ -281,28 +329,44 @@ class _Trial:
             return
         step = len(self.record.applied)
         self._announce("measuring", step)
+        self._meter.watch()
         self._loop.step_on_sample(int(sample))
         self._hold_limit(self._agree(0.0, LoopStep(loss_sum=0.0, applied=True, compiled=False)), step)
 
     # -- one step
 
-    def _step(self, phase: Literal["warmup", "measuring"]) -> _Agreed:
-        record, step = self.record, len(self.record.applied)
-        self._announce(phase, step)
+    def _step(self, phase: Literal["warmup", "measuring"]) -> _Step:
+        record, trainer, number = self.record, self._loop.trainer, len(self.record.applied)
+        if phase == "measuring" or not self._still_to_watch:
+            self._rest()
+        watched = self._watches
+        self._announce(phase, number)
+        before = cpu_times(self._context.core)
+        host, transfer = trainer.offload_seconds
         begun = time.perf_counter()
-        result = self._loop.step(step)
+        result = self._loop.step(number)
         agreed = self._agree(time.perf_counter() - begun, result)
+        host_now, transfer_now = trainer.offload_seconds
+        self._last_seconds = agreed.seconds
         record.loss_sums.append(result.loss_sum)
         record.applied.append(agreed.applied)
-        record.compiled.append(agreed.compiled)
         if agreed.non_finite:
-            raise _Stopped(Outcome.NON_FINITE, f"the loss was not finite at step {step}", step)
-        self._hold_limit(agreed, step)
-        return agreed
+            raise _Stopped(Outcome.NON_FINITE, f"the loss was not finite at step {number}", number)
+        self._hold_limit(agreed, number)
+        self._still_to_watch -= watched and agreed.applied
+        return _Step(agreed=agreed, watched=watched, phases=self._loop.clock.seconds(), before=before,
+                     offload=(host_now - host, transfer_now - transfer))
+
+    def _rest(self) -> None:
+        """The memory meter has seen all that a step needs."""
+        if self._watches:
+            self._watches = False
+            self._meter.rest()
+            for look in self.looks:
+                look.remove()
 
     def _announce(self, phase: Literal["warmup", "measuring"], step: int) -> None:
-        seconds = (*self.record.warmup_seconds, *self.record.step_seconds)
-        self._reporter.progress(TrialProgress(phase=phase, step=step, step_seconds=seconds[-1] if seconds else None))
+        self._reporter.progress(TrialProgress(phase=phase, step=step, step_seconds=self._last_seconds))
 
     def _agree(self, seconds: float, result: LoopStep) -> _Agreed:
         peak = self._peak_bytes()
@@ -335,28 +399,29 @@ class _Trial:
         host, setup = context.largest((loop.trainer.peak_host_bytes, record.setup_seconds))
         held = loop.trainer.state_bytes()
         state = context.largest((held.parameters, held.gradients, held.optimizer, held.host))
-        if len(record.step_seconds) < _LEAST_MEASURED:
+        step_seconds = record.step_seconds
+        if len(step_seconds) < _LEAST_MEASURED:
             return None
         tokens = self._request.global_batch_size * loop.task.tokens_per_sample
-        mean = fmean(record.step_seconds)
-        low, high = mean_interval(record.step_seconds)
+        mean = fmean(step_seconds)
+        low, high = mean_interval(step_seconds)
         return Measurement(
-            step_seconds=tuple(record.step_seconds), warmup_seconds=tuple(record.warmup_seconds),
+            step_seconds=tuple(step_seconds), warmup_seconds=tuple(_seconds(record.warmup)),
             tokens_per_second=tokens / mean, samples_per_second=self._request.global_batch_size / mean,
             tokens_per_second_interval=(tokens / high, tokens / max(low, mean / 10)),
             peak_device_bytes=peak_device_bytes, peak_host_bytes=int(host),
-            phases=_mean_phases(record, mean), losses=losses,
+            phases=_mean_phases(record.measured, mean), losses=losses,
             skipped_steps=record.applied.count(False), state_bytes=StateBytes(
                 parameters=int(state[0]), gradients=int(state[1]), optimizer=int(state[2]), host=int(state[3])),
             world_size=context.world_size, threads_per_rank=torch.get_num_threads(), setup_seconds=setup,
             contended=record.contended, compute_dtype=loop.compute_dtype(), notes=tuple(record.notes))
 
 
-def _mean_phases(record: _Record, mean_step_seconds: float) -> PhaseSeconds:
+def _mean_phases(measured: Sequence[_Step], mean_step_seconds: float) -> PhaseSeconds:
     """Means over the measured steps; waiting for slower ranks belongs to the step phase."""
-    means = {name: fmean(phases[name] for phases in record.phases) for name in PHASES}
+    means = {name: fmean(step.phases[name] for step in measured) for name in PHASES}
     means["step"] += max(mean_step_seconds - sum(means.values()), 0.0)
-    host, transfer = (fmean(seconds) for seconds in zip(*record.offload, strict=True))
+    host, transfer = (fmean(seconds) for seconds in zip(*(step.offload for step in measured), strict=True))
     return PhaseSeconds(data=means["data"], forward=means["forward"], backward=means["backward"], step=means["step"],
                         host_step=host or None, transfer=transfer or None)
 

@@ -6,7 +6,7 @@ import random
 import pytest
 from scipy import stats
 
-from engine.statistics import is_steady, mean_interval, t_quantile
+from engine.statistics import mean_interval, steady_steps, t_quantile
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 8, 15, 30, 100])
@@ -32,11 +32,27 @@ def test_one_sample_says_nothing():
 @pytest.mark.parametrize(
     ("samples", "steady"),
     [
-        ([1.0, 1.0], False),
-        ([1.0, 1.05, 1.02], True),
-        ([9.0, 1.0, 1.05, 1.02], True),
-        ([1.0, 1.0, 2.0], False),
+        ([1.0, 1.0], 0),
+        ([1.0, 1.05, 1.02], 3),
+        ([9.0, 1.0, 1.05, 1.02], 3),
+        ([1.0, 1.0, 2.0], 0),
+        ([1.08, 1.0, 1.04], 2),  # slower than both that follow, by more than 3 %
+        ([1.06, 1.0, 1.04], 3),
+        ([1.0, 1.08, 1.01], 3),  # slow, but not from the start
+        ([1.12, 1.05, 1.0], 1),
     ],
 )
-def test_step_time_is_steady_once_the_last_three_agree(samples, steady):
-    assert is_steady(samples) is steady
+def test_steps_count_from_where_the_last_three_agree(samples, steady):
+    assert steady_steps(samples, tolerance=0.03) == steady
+
+
+def test_where_steps_only_vary_few_are_taken_for_warm_up():
+    """Times without a trend: one in three would be the largest, and their mean is hardly changed."""
+    rng = random.Random(0)
+    rounds = 2000
+    counted = []
+    for _ in range(rounds):
+        samples = [rng.gauss(1.0, 0.02) for _ in range(3)]
+        counted += samples[3 - steady_steps(samples, tolerance=0.03):]
+    assert len(counted) > 2.85 * rounds
+    assert sum(counted) / len(counted) == pytest.approx(1.0, abs=0.002)

@@ -16,7 +16,7 @@ from engine.config import OptimizerConfig, TrainConfig
 from engine.ranks import RankContext
 from engine.report import TrialProgress, TrialRequest
 from engine.spec import ALLOWED_TASKS_VARIABLE, PythonSpec
-from engine.trial import SilentReporter, run_trial
+from engine.trial import WATCHED_STEPS, SilentReporter, run_trial
 from tests.engine.training import RanksOf, over_shared_memory
 from tests.support.tasks import ToyTask
 from tests.support.trials import QUICK
@@ -67,7 +67,7 @@ def holds(*, place: str) -> _Holds:
 
 
 class _SecondLook(SilentReporter):
-    """Follows what this process filled from the trial's baseline on."""
+    """Follows what this process filled from the trial's baseline on, as long as it gives back what is freed."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -91,6 +91,8 @@ class _SecondLook(SilentReporter):
         return int(line.split()[1]) * 1024
 
     def progress(self, progress: TrialProgress) -> None:
+        if progress.step == WATCHED_STEPS:
+            self.end()
         if progress.phase != "setup":
             self.shared = _size_of_memory_files() // 2
 
