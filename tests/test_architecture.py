@@ -38,6 +38,8 @@ LAYERS = (
           libraries=frozenset({"optuna", "numpy", "scipy", "pydantic"})),
     Layer(name="autotune.export", modules=("autotune.export",), may=("autotune.domain", *CONTRACT),
           libraries=frozenset({"yaml"})),
+    Layer(name="autotune.importing", modules=("autotune.importing",), may=("autotune.domain", *CONTRACT),
+          libraries=frozenset({"pydantic"})),
     Layer(name="autotune.store", modules=("autotune.store",), may=("autotune.domain", *CONTRACT),
           libraries=frozenset({"sqlalchemy", "alembic", "pydantic"})),
     Layer(name="autotune.scheduler", modules=("autotune.scheduler",),

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from autotune.cli import operate, plan, serve, studies, tune
+from autotune.cli import importing, operate, plan, serve, studies, tune
 
 app = typer.Typer(
     name="autotune", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
@@ -18,6 +18,7 @@ serve.register(app)
 studies.register(app)
 tune.register(app)
 plan.register(app)
+importing.register(app)
 operate.register(app)
 
 

@@ -115,8 +115,8 @@ def test_the_default_data_directory_follows_xdg(run: Run, tmp_path: Path) -> Non
 def test_help_names_every_command(run: Run) -> None:
     result = run("--help")
     assert result.code == 0
-    for command in ("serve", "scheduler", "submit", "tune", "watch", "list", "export", "cancel", "token", "db",
-                    "doctor"):
+    for command in ("serve", "scheduler", "submit", "tune", "watch", "list", "export", "cancel", "import",
+                    "token", "db", "doctor"):
         assert command in result.out
 
 
