@@ -78,7 +78,7 @@ def test_warm_up_steps_are_reported_apart_and_do_not_count() -> None:
 
 def test_the_steps_that_show_a_steady_pace_are_measured() -> None:
     """One watched and one slow step, then three that agree, and the two that are missing; phases are of those five."""
-    policy = MeasurePolicy(max_warmup_steps=8, min_steps=5, max_steps=5)
+    policy = MeasurePolicy(max_warmup_steps=8, min_steps=5, max_steps=5, target_relative_interval=0.14)
     measurement = _measured(tasks.spec("sleeps", first=[0.05, 0.3], then=0.05), policy=policy)
     assert (len(measurement.warmup_seconds), len(measurement.step_seconds)) == (2, 5)
     assert measurement.warmup_seconds[1] >= 0.3
@@ -88,12 +88,13 @@ def test_the_steps_that_show_a_steady_pace_are_measured() -> None:
 
 
 def test_a_step_that_takes_a_little_longer_is_warm_up_where_the_mean_would_show_it() -> None:
-    task = tasks.spec("sleeps", first=[0.1, 0.11], then=0.1)
+    task = tasks.spec("sleeps", first=[0.1, 0.106], then=0.1)
     policies = (MeasurePolicy(max_warmup_steps=8, min_steps=3, max_steps=3, target_relative_interval=interval)
                 for interval in (0.03, 0.14))
     exact, rough = (_measured(task, policy=policy) for policy in policies)
-    assert (len(exact.warmup_seconds), len(exact.step_seconds)) == (2, 3)
+    assert exact.warmup_seconds[1] >= 0.106
     assert (len(rough.warmup_seconds), len(rough.step_seconds)) == (1, 3)
+    assert rough.step_seconds[0] >= 0.106
 
 
 def test_no_more_steps_are_measured_than_are_wanted() -> None:
