@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autotune.domain.study import Trial
-from autotune.domain.throughput import Throughput, shown_throughput
+from autotune.domain.throughput import Throughput, rate_unit, shown_throughput
 from engine.report import Measurement, Outcome
 from web import format as fmt
 from web.measured import fastest
@@ -34,7 +34,7 @@ def history(trials: Sequence[Trial]) -> Figure:
                         x=lambda trial: trial.number, y=lambda _: 0)
     baseline = next((rate for trial, rate in rated if trial.number == 0), None)
     shapes, annotations = _horizontal(baseline.tokens_per_second, "baseline") if baseline else ([], [])
-    layout = _layout("trial", "tokens per second", shapes=shapes, annotations=annotations)
+    layout = _layout("trial", _throughput_title(trials), shapes=shapes, annotations=annotations)
     layout["xaxis"] |= {"dtick": 1} if len(trials) <= 15 else {}
     layout["yaxis"] |= {"rangemode": "tozero"}
     return {"data": data, "layout": layout}
@@ -63,7 +63,7 @@ def throughput_against_memory(trials: Sequence[Trial], *, limit_bytes: int | Non
     data += _no_results([trial for trial in trials if _ended_badly(trial) and trial.number in peaks],
                         x=lambda trial: peaks[trial.number] / scale, y=lambda _: 0)
     shapes, annotations = _vertical(limit_bytes / scale, "memory limit") if limit_bytes else ([], [])
-    layout = _layout(f"peak device memory per rank ({unit})", "tokens per second",
+    layout = _layout(f"peak device memory per rank ({unit})", _throughput_title(trials),
                      shapes=shapes, annotations=annotations)
     layout["xaxis"] |= {"rangemode": "tozero"}
     layout["yaxis"] |= {"rangemode": "tozero"}
@@ -168,12 +168,17 @@ def _peak_or_prediction(trial: Trial) -> int | None:
     return measured
 
 
+def _throughput_title(trials: Sequence[Trial]) -> str:
+    rates = [rate for trial in trials if (rate := shown_throughput(trial)) is not None]
+    return "samples per second" if rates and rate_unit(rates[0]) == "samples/s" else "tokens per second"
+
+
 def _hover(trial: Trial) -> str:
     """Escaped lines about one trial."""
     config, rate, peak = trial.config, shown_throughput(trial), trial.peak_device_bytes
     lines = [f"trial {trial.number} · {trial_cue(trial).label}"]
     if rate is not None:
-        lines.append(f"{fmt.rate(rate.tokens_per_second)} · {fmt.seconds(rate.step_seconds)} per step")
+        lines.append(f"{fmt.rate(rate.tokens_per_second, rate_unit(rate))} · {fmt.seconds(rate.step_seconds)} per step")
     if peak is not None:
         lines.append(f"{fmt.number_bytes(peak)} peak per rank")
     lines.append(f"ZeRO {config.zero_stage} · {config.precision} · micro-batch {config.micro_batch_size} × "

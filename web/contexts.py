@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.domain.prediction import Prediction
 from autotune.domain.study import BestConfig, Study, StudyPhase, StudyState, Trial
-from autotune.domain.throughput import Throughput, shown_gain, shown_throughput
+from autotune.domain.throughput import Throughput, rate_unit, shown_gain, shown_throughput, told_throughput
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome
 from web.measured import fastest
@@ -29,6 +29,7 @@ class StudyRow:
     error: str | None
     progress: "ProgressView"
     tokens_per_second: float | None
+    unit: str
     gain: float | None
     tie: bool
     only_plans: bool
@@ -82,11 +83,13 @@ class BestView:
         standing: ``so far`` while the study runs, then ``confirmed`` or ``not confirmed``.
         is_baseline: nothing was faster than the configuration there was.
         speedup: tokens per second over the baseline's.
+        unit: of throughput.
     """
 
     trial_number: int
     standing: str
     tokens_per_second: float
+    unit: str
     interval: tuple[float, float]
     step_seconds: float
     peak_device_bytes: int
@@ -201,7 +204,8 @@ def study_row(study: Study) -> StudyRow:
     return StudyRow(
         id=study.id, name=study.request.name, model=describe_model(study.request.model), devices=devices_text(study),
         cue=study_cue(study), phase=_phase_text(study), error=study.error, progress=progress_view(study),
-        tokens_per_second=best.tokens_per_second if best else None, gain=best.speedup if best else None,
+        tokens_per_second=best.tokens_per_second if best else None, unit=rate_unit(best) if best else "",
+        gain=best.speedup if best else None,
         tie=bool(best and best.tie_with), only_plans=study.request.mode == "plan", created_at=study.created_at)
 
 
@@ -219,7 +223,7 @@ def study_page(study: Study, trials: Sequence[Trial], *, plan: PlanView | None =
 
 def trial_page(study: Study, trial: Trial, trials: Sequence[Trial]) -> TrialPage:
     """The page of one trial, compared with trial 0 of its study."""
-    rate = shown_throughput(trial)
+    rate = told_throughput(trial)
     baseline = next((other for other in trials if other.number == 0), None)
     numbers = [other.number for other in trials]
     last_run = trial.measurements[-1] if trial.measurements else None
@@ -297,7 +301,8 @@ def best_view(study: Study, trials: Sequence[Trial]) -> BestView | None:
     baseline_rate = shown_throughput(baseline) if baseline else None
     return BestView(
         trial_number=best.number, standing="not confirmed" if study.state.is_final else "so far",
-        tokens_per_second=rate.tokens_per_second, interval=rate.interval, step_seconds=rate.step_seconds,
+        tokens_per_second=rate.tokens_per_second, unit=rate_unit(rate), interval=rate.interval,
+        step_seconds=rate.step_seconds,
         peak_device_bytes=peak, peak_host_bytes=best.peak_host_bytes or 0,
         baseline_number=baseline.number if baseline else None,
         baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate else None,
@@ -355,6 +360,7 @@ def _stored_best(study: Study, best: BestConfig, trials: Sequence[Trial]) -> Bes
     baseline = next((trial for trial in trials if trial.number == best.baseline_trial_number), None)
     return BestView(
         trial_number=best.trial_number, standing=standing, tokens_per_second=best.tokens_per_second,
+        unit=rate_unit(best),
         interval=best.tokens_per_second_interval, step_seconds=best.step_seconds,
         peak_device_bytes=best.peak_device_bytes, peak_host_bytes=best.peak_host_bytes,
         baseline_number=best.baseline_trial_number,

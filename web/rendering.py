@@ -8,6 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
+from autotune.domain.throughput import rate_unit
 from web import format as fmt
 from web.assets import PLOTLY, plotly_style_ids, static_url
 
@@ -20,7 +21,7 @@ def _breakable(name: str) -> Markup:
 _FILTERS: dict[str, Callable[..., str]] = {
     "significant": fmt.significant, "number_bytes": fmt.number_bytes, "rate": fmt.rate, "seconds": fmt.seconds,
     "duration": fmt.duration, "count": fmt.count, "flops": fmt.flops, "factor": fmt.factor, "percent": fmt.percent,
-    "breakable": _breakable, "change": fmt.change, "knob": fmt.knob, "utc": fmt.utc, "ago": fmt.ago,
+    "breakable": _breakable, "change": fmt.change, "knob": fmt.knob, "unit": rate_unit, "utc": fmt.utc, "ago": fmt.ago,
 }
 
 

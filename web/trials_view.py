@@ -7,7 +7,7 @@ from typing import Any, Self
 from urllib.parse import urlencode
 
 from autotune.domain.study import Trial, TrialState
-from autotune.domain.throughput import Throughput, shown_gain, shown_throughput
+from autotune.domain.throughput import Throughput, shown_gain, told_throughput
 from engine.config import TrainConfig
 from engine.report import Outcome
 from web.measured import fastest
@@ -152,7 +152,7 @@ def _outcome(trial: Trial) -> str:
 def _row(trial: Trial, baseline: Trial | None, *, is_best: bool) -> TrialRow:
     return TrialRow(
         number=trial.number, role=ROLES[trial.role], cue=trial_cue(trial), running=trial.state is TrialState.RUNNING,
-        rate=shown_throughput(trial), gain=shown_gain(trial, baseline),
+        rate=told_throughput(trial), gain=shown_gain(trial, baseline),
         peak_device_bytes=trial.peak_device_bytes, peak_host_bytes=trial.peak_host_bytes,
         runs=len(trial.measurements), contended=any(run.contended for run in trial.measurements), is_best=is_best,
         detail=trial.detail, config=trial.config)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from autotune.domain.cluster import Cluster
 from autotune.domain.study import PlannedPoint, PlanSummary, Progress, StudyPhase, StudyState, Trial
-from autotune.domain.throughput import shown_throughput
+from autotune.domain.throughput import Rate, rate_unit, shown_throughput
 from engine.config import TrainConfig
 from engine.report import Outcome
 from engine.values import Precision
@@ -39,6 +39,8 @@ class BestLike(Protocol):
     def config(self) -> TrainConfig: ...
     @property
     def tokens_per_second(self) -> float: ...
+    @property
+    def samples_per_second(self) -> float: ...
     @property
     def tokens_per_second_interval(self) -> tuple[float, float]: ...
     @property
@@ -94,9 +96,14 @@ def bytes_text(count: float) -> str:
     return f"{count:.2f} TiB"
 
 
-def rate_text(tokens_per_second: float) -> str:
-    """``12,345 tok/s``."""
-    return f"{tokens_per_second:,.0f} tok/s" if tokens_per_second >= 100 else f"{tokens_per_second:,.2f} tok/s"
+def rate_text(rate: Rate, per_second: float | None = None) -> str:
+    """``12,345 tok/s``, or ``samples/s`` of a task without tokens.
+
+    Args:
+        per_second: another rate than this one's, in its unit.
+    """
+    number = rate.tokens_per_second if per_second is None else per_second
+    return f"{number:,.0f} {rate_unit(rate)}" if number >= 100 else f"{number:,.2f} {rate_unit(rate)}"
 
 
 def config_text(config: TrainConfig, base: TrainConfig | None = None) -> str:
@@ -127,7 +134,7 @@ def measured_text(trial: Trial) -> tuple[str, str]:
     if trial.measurement is None or trial.peak_device_bytes is None:
         return "", ""
     rate = shown_throughput(trial) or trial.measurement  # the latter of a trial that did not end well
-    return rate_text(rate.tokens_per_second), bytes_text(trial.peak_device_bytes)
+    return rate_text(rate), bytes_text(trial.peak_device_bytes)
 
 
 def outcome_text(trial: Trial) -> str:
@@ -233,11 +240,11 @@ def progress_text(progress: Progress) -> str:
 def winner_lines(best: BestLike) -> Sequence[str]:
     """The winner against the baseline."""
     low, high = best.tokens_per_second_interval
-    lines = [f"winner: trial {best.trial_number}: {rate_text(best.tokens_per_second)} (95 % interval {low:,.0f} to "
+    lines = [f"winner: trial {best.trial_number}: {rate_text(best)} (95 % interval {low:,.0f} to "
              f"{high:,.0f}), peak {bytes_text(best.peak_device_bytes)}", f"  {config_text(best.config)}"]
     if best.baseline_tokens_per_second is not None:
         peak = best.baseline_peak_device_bytes
-        lines.append(f"baseline: {rate_text(best.baseline_tokens_per_second)}"
+        lines.append(f"baseline: {rate_text(best, best.baseline_tokens_per_second)}"
                      + (f", peak {bytes_text(peak)}" if peak is not None else ""))
     if best.speedup is not None:
         interval = best.speedup_interval

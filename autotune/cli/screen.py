@@ -98,7 +98,7 @@ def _picture(study: StudyLike, trials: dict[int, Trial]) -> RenderableType:
         parts.append(_table(trials, study.best.trial_number if study.best else None))
     if study.best is not None and not study.state.is_final:
         gain = f"  {study.best.speedup:.2f}x the baseline" if study.best.speedup is not None else ""
-        speed = rate_text(study.best.tokens_per_second)
+        speed = rate_text(study.best)
         parts.append(Text(f"best so far: trial {study.best.trial_number}, {speed}{gain}", "bold"))
     return Group(*parts)
 

@@ -89,7 +89,7 @@ def list_studies(
         return
     console.print(studies_table(
         (study.id, study.name, study.state.value, progress_text(study.progress),
-         rate_text(study.best.tokens_per_second) if study.best else "") for study in found), soft_wrap=True)
+         rate_text(study.best) if study.best else "") for study in found), soft_wrap=True)
 
 
 def export(

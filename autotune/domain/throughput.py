@@ -2,6 +2,7 @@
 
 import math
 from statistics import fmean
+from typing import Protocol
 
 from autotune.domain.study import Trial, TrialState
 from engine.report import Measurement, Outcome
@@ -23,6 +24,21 @@ class Throughput(Value):
     relative_error: float
     step_seconds: float
     samples_per_second: float
+
+
+class Rate(Protocol):
+    """What a `Throughput`, a measurement and a best configuration have in common."""
+
+    @property
+    def tokens_per_second(self) -> float: ...
+    @property
+    def samples_per_second(self) -> float: ...
+
+
+def rate_unit(rate: Rate) -> str:
+    """In which unit to tell it: ``samples/s`` where a sample is one token, as in tasks that have no tokens."""
+    same = math.isclose(rate.tokens_per_second, rate.samples_per_second, rel_tol=1e-6)
+    return "samples/s" if same else "tok/s"
 
 
 def may_win(trial: Trial) -> bool:
@@ -51,6 +67,13 @@ def shown_throughput(trial: Trial) -> Throughput | None:
     return throughput(trial) or _pooled(trial, [run for run in trial.measurements if is_measured(run)])
 
 
+def told_throughput(trial: Trial) -> Throughput | None:
+    """As `shown_throughput`; of a trial that was stopped early what it measured, which nothing is compared with."""
+    runs = [run for run in trial.measurements if is_measured(run)]
+    stopped = trial.outcome is Outcome.PRUNED and runs
+    return shown_throughput(trial) or (_rate_over(runs) if stopped else None)
+
+
 def shown_gain(trial: Trial, baseline: Trial | None) -> float | None:
     """Throughput over the baseline's; None where only one of the two was measured without contention."""
     if baseline is None or (throughput(trial) is None) != (throughput(baseline) is None):
@@ -60,8 +83,10 @@ def shown_gain(trial: Trial, baseline: Trial | None) -> float | None:
 
 
 def _pooled(trial: Trial, runs: list[Measurement]) -> Throughput | None:
-    if not may_win(trial) or not runs:
-        return None
+    return _rate_over(runs) if may_win(trial) and runs else None
+
+
+def _rate_over(runs: list[Measurement]) -> Throughput:
     samples = [seconds for run in runs for seconds in run.step_seconds]
     mean = fmean(samples)
     # tokens of a step are the same for every configuration, so any measurement tells them

@@ -37,7 +37,7 @@ def write_accelerate_deepspeed(source: Source) -> ExportedFile:
     clipping = reader.take("gradient_clipping")
     if clipping > 0:
         section["gradient_clipping"] = clipping
-    reader.note("DeepSpeed's bucket sizes have no key here: for all tuned values save the deepspeed-hf export as "
+    reader.note("DeepSpeed's bucket sizes have no key here: for all values save the deepspeed-hf export as "
                 "ds_config_hf.json, keep only 'deepspeed_config_file: ds_config_hf.json' and zero3_init_flag in "
                 "deepspeed_config, and leave out mixed_precision")
     _note_optimizer(reader)
@@ -171,7 +171,7 @@ def _common(reader: ConfigReader) -> dict[str, Any]:
 
 def _note_optimizer(reader: ConfigReader) -> None:
     optimizer = reader.source.request.training.optimizer
-    reader.note(f"the optimizer is made by your script; tuned with {optimizer.name}, lr {optimizer.lr}")
+    reader.note(f"the optimizer is made by your script; {reader.chosen} with {optimizer.name}, lr {optimizer.lr}")
 
 
 def _file(reader: ConfigReader, content: dict[str, Any], filename: str) -> ExportedFile:

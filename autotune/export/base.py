@@ -89,6 +89,11 @@ class ConfigReader:
         return "predicted" if isinstance(self.source, PlannedConfig) else "measured"
 
     @property
+    def chosen(self) -> str:
+        """How the configuration was chosen, in one word."""
+        return "planned" if isinstance(self.source, PlannedConfig) else "tuned"
+
+    @property
     def evidence(self) -> str:
         """How time and memory are known, in a sentence."""
         source, hardware = self.source, self.source.hardware_profile
@@ -107,7 +112,7 @@ class ConfigReader:
         batch = self.source.request.training.global_batch_size
         processes = "1 process" if ranks == 1 else f"{ranks} processes"
         return (*((self.evidence,) if planned else ()),
-                f"{'planned for' if planned else 'tuned on'} {processes} with a global batch of {batch}: with another "
+                f"{self.chosen} {'for' if planned else 'on'} {processes} with a global batch of {batch}: with another "
                 "number of processes, change gradient_accumulation_steps so that micro-batch x accumulation x "
                 f"processes stays {batch}",
                 *self._notes, *self._left_out())

@@ -42,8 +42,9 @@ def write_deepspeed_hf(source: Source) -> ExportedFile:
     reader.note(f"run the trainer with --per_device_train_batch_size {config.micro_batch_size} "
                 f"--gradient_accumulation_steps {config.gradient_accumulation_steps} --max_grad_norm "
                 f"{config.gradient_clipping}{flag}: it refuses other values")
-    reader.note(f"\"auto\" in the optimizer's block takes the trainer's arguments; tuned with lr {optimizer.lr}, "
-                f"weight_decay {optimizer.weight_decay}, betas {list(optimizer.betas)}, eps {optimizer.eps}")
+    reader.note(f"\"auto\" in the optimizer's block takes the trainer's arguments; {reader.chosen} with lr "
+                f"{optimizer.lr}, weight_decay {optimizer.weight_decay}, betas {list(optimizer.betas)}, "
+                f"eps {optimizer.eps}")
     return _file(content, reader, "ds_config_hf.json")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.cli.output import trial_line
+from autotune.cli.output import rate_text, trial_line
 from autotune.domain.study import Trial, TrialRole, TrialState
 from engine.config import TrainConfig
 from engine.report import Outcome
@@ -17,3 +17,8 @@ def test_a_trial_shows_all_its_measurements_where_they_count(outcome: Outcome, s
     line = trial_line(trial)
     assert speed in line
     assert "3.0 MiB" in line
+
+
+def test_a_task_without_tokens_is_told_in_samples() -> None:
+    assert rate_text(sample_measurement(0.1, tokens_per_sample=1)) == "80.00 samples/s"
+    assert rate_text(sample_measurement(0.1, tokens_per_sample=1), 123.4) == "123 samples/s"

@@ -15,9 +15,10 @@ from autotune.domain.study import StudyPhase, TrialRole
 from autotune.settings import Settings
 from autotune.store import Database
 from engine.report import Outcome, TrialReport
+from tests.support.plans import plan_request
 from tests.support.service import RunningService, running_service
 from tests.web.conftest import Watched
-from tests.web.story import Story, finished, measurement, request, searched
+from tests.web.story import Story, finished, measurement, planned, request, searched
 
 pytestmark = pytest.mark.browser
 
@@ -307,6 +308,30 @@ def test_the_form_shows_only_what_the_chosen_kind_needs(logged_in: Page) -> None
     expect(page.locator("[name=zero_stage]").first).to_be_visible()
 
 
+def test_make_a_plan_and_export_a_row_of_it(logged_in: Page, store: Database) -> None:
+    page = logged_in
+    page.goto("/studies/new")
+    expect(page.locator('[name="hardware.cluster"]')).to_be_hidden()
+    page.check('[name="purpose"][value="plan"]')
+    expect(page.locator('[name="budget.max_trials"]')).to_be_hidden()
+    page.select_option('[name="hardware.cluster"]', "h100-80gb")
+    page.fill('[name="hardware.devices"]', "8")
+    page.fill('[name="hardware.tensor_parallel"]', "auto")
+    page.click("text=Make the plan")
+    page.wait_for_url(re.compile(r"/studies/[0-9a-f]{32}$"))
+    expect(page.locator("#study-head")).to_contain_text("8 × h100-80gb")
+    story = Story.submit(store, plan_request())
+    page.goto(f"/studies/{story.study.id}")
+    expect(page.locator("#plan")).to_have_count(0)
+    found = planned(story).summary
+    expect(page.locator("#plan tbody tr")).to_have_count(len(found.fastest))  # it arrives by itself
+    row = [number for number, point in enumerate(found.rows, start=1) if point.runs_here][1]
+    page.select_option("#plan-row", str(row))
+    page.click("#export button:has-text('deepspeed') >> nth=0")
+    expect(page.locator("#export-text")).to_contain_text("PREDICTED for 64 x NVIDIA A100")
+    expect(page.locator("#export-text")).to_contain_text(f"(row {row} of a plan)")
+
+
 def test_a_session_that_ends_leads_to_the_log_in_page(logged_in: Page, store: Database) -> None:
     page = logged_in
     story = Story.submit(store, request())
@@ -325,9 +350,10 @@ def test_no_page_is_wider_than_the_window(logged_in: Page, store: Database, sche
     page.set_viewport_size({"width": width, "height": 850})
     story = Story.submit(store, request("a-name-without-any-break-" * 4))
     finished(story)
-    base = f"/studies/{story.study.id}"
-    for path in ("/", base, f"{base}/trials/5", f"{base}/trials/6", "/studies/new", "/studies/new?mode=json", "/models",
-                 "/hardware"):
+    base, plan = f"/studies/{story.study.id}", Story.submit(store, plan_request())
+    planned(plan)
+    for path in ("/", base, f"/studies/{plan.study.id}", f"{base}/trials/5", f"{base}/trials/6", "/studies/new",
+                 "/studies/new?mode=json", "/models", "/hardware"):
         page.goto(path)
         page.wait_for_load_state("networkidle")
         excess = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
@@ -351,7 +377,9 @@ def test_every_control_has_a_name_and_every_picture_a_text(logged_in: Page, stor
     page = logged_in
     story = Story.submit(store, request())
     searched(story)
-    for path in ("/", f"/studies/{story.study.id}", "/studies/new", "/hardware"):
+    plan = Story.submit(store, plan_request())
+    planned(plan)
+    for path in ("/", f"/studies/{story.study.id}", f"/studies/{plan.study.id}", "/studies/new", "/hardware"):
         page.goto(path)
         unnamed = page.evaluate("""() => [...document.querySelectorAll('input:not([type=hidden]), select, textarea')]
             .filter((e) => !e.labels.length && !e.getAttribute('aria-label')).map((e) => e.name)""")

@@ -54,6 +54,13 @@ def test_only_differing_knobs_unless_all_are_wanted() -> None:
     assert trials_table(TRIALS[:1], TableView()).knobs == ()
 
 
+def test_a_trial_that_was_stopped_early_shows_what_it_measured_and_is_compared_with_nothing() -> None:
+    (row,) = trials_table([trial(5, 0.5, outcome=Outcome.PRUNED)], TableView()).rows
+    assert row.rate is not None
+    assert row.rate.step_seconds == pytest.approx(0.5, rel=0.03)
+    assert (row.gain, row.is_best) == (None, False)
+
+
 def test_the_gain_is_over_trial_0_even_when_that_is_filtered_out() -> None:
     rows = {row.number: row for row in trials_table(TRIALS, TableView()).rows}
     assert rows[0].gain == pytest.approx(1.0)
