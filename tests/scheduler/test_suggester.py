@@ -9,12 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from autotune.domain.earlier import EarlierStudy, Relation
 from autotune.domain.request import SearchRequest
+from autotune.domain.study import Trial, TrialRole, TrialState
 from autotune.scheduler.suggester import HelperSuggester
 from autotune.search.plan import Plan, make_plan
 from autotune.search.space import parse_space
 from autotune.search.suggest import suggest
-from tests.support.samples import sample_hardware_profile, sample_model_profile, sample_request
+from engine.report import Outcome
+from tests.support.samples import (
+    START,
+    sample_hardware_profile,
+    sample_measurement,
+    sample_model_profile,
+    sample_request,
+)
 from tests.support.scheduling import in_loop
 
 
@@ -31,8 +40,23 @@ async def test_the_helper_suggests_what_the_function_would(plan: Plan) -> None:
         for seed in (1, 2):
             search = SearchRequest(sampler="random", seed=seed)
             assert await helper.suggest(plan, (), search) == suggest(plan, (), search)
+        search, earlier = SearchRequest(sampler="guided"), [_large_micro_batches_are_slow(plan)]
+        found = [await helper.suggest(plan, (), search, known) for known in ((), earlier)]
+        assert found == [suggest(plan, (), search), suggest(plan, (), search, earlier)]
+        assert found[0] != found[1]
     finally:
         await helper.close()
+
+
+def _large_micro_batches_are_slow(plan: Plan) -> EarlierStudy:
+    """A study in which they took 9 times as long as predicted."""
+    trials = []
+    for number, (config, prediction) in enumerate(plan.candidates):
+        seconds = (9.0 if config.micro_batch_size == 4 else 1.0) * (prediction.step_seconds or 0.0)
+        trials.append(Trial(study_id="s", number=number, role=TrialRole.SUGGESTED, state=TrialState.FINISHED,
+                            config=config, prediction=prediction, outcome=Outcome.OK,
+                            measurement=sample_measurement(seconds), started_at=START, finished_at=START))
+    return EarlierStudy(study_id="s", relation=Relation.HERE, trials=tuple(trials))
 
 
 _ASK_FOR_GP = """
