@@ -6,6 +6,7 @@ best and "dynamic value spaces" are refused. What a proposal sets for an inactiv
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -90,8 +91,10 @@ class Encoding:
         return total
 
 
+@lru_cache(maxsize=8)
 def make_encoding(plan: Plan) -> Encoding:
-    """Axes for the knobs that take several values while they do something; the rest is fixed."""
+    """Axes for the knobs that take several values while they do something; the rest is fixed. Made once for each
+    plan."""
     axes, fixed = [], {}
     for knob in plan.space.knobs:
         used = {getattr(candidate.config, knob.name) for candidate in plan.candidates

@@ -16,8 +16,9 @@ is, and whether there is any, is weighed in the same way, so that an earlier stu
 trials of this one soon counts for nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -25,6 +26,8 @@ from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
 
 Array = NDArray[np.float64]
+Effects = tuple[Array | float, Array | float]
+"""Sums over knobs of the covariances of their effects, and of their squares; 0 without knobs."""
 
 _TINY = 1e-300
 _ROUNDS = 4
@@ -135,7 +138,7 @@ class _Tried:
     Attributes:
         parts: rows of each study.
         studies: (trials,) which study each belongs to; 0 is this one.
-        singles, squares: (trials, trials) sums over knobs of the covariances of their effects, and of their squares.
+        effects: between trials, as `_effects` gives them.
     """
 
     def __init__(self, prior: Prior, points: Sequence[int] | NDArray[np.intp], values: Array,
@@ -151,20 +154,26 @@ class _Tried:
             self.categories = np.vstack([self.categories, earlier.categories])
             self.knobs = [np.vstack(pair) for pair in zip(self.knobs, earlier.knobs, strict=True)]
         self.parts = [self.studies == study for study in range(self.studies.max(initial=0) + 1)]
-        self.singles, self.squares = self.effects(self.knobs)
+        self.effects = _effects(knob @ knob.T for knob in self.knobs)
+        self._all_knobs = prior.knobs
 
-    def effects(self, knobs: Sequence[Array]) -> tuple[Array, Array]:
-        """`singles` and `squares` between candidates and trials.
+    @cached_property
+    def effects_across(self) -> Effects:
+        """Between all candidates and these."""
+        return _effects(knob @ seen.T for knob, seen in zip(self._all_knobs, self.knobs, strict=True))
 
-        Args:
-            knobs: of each, (candidates, k) coordinates.
-        """
-        single, squares = np.zeros((2, len(knobs[0]) if knobs else 1, len(self.values)))  # broadcast without knobs
-        for knob, seen in zip(knobs, self.knobs, strict=True):
-            one = knob @ seen.T
-            single += one
-            squares += one**2
-        return single, squares
+    @cached_property
+    def own_effects(self) -> Effects:
+        """Of every candidate."""
+        return _effects((knob**2).sum(1) for knob in self._all_knobs)
+
+
+def _effects(covariances: Iterable[Array]) -> Effects:
+    single: Array | float = 0.0
+    squares: Array | float = 0.0
+    for one in covariances:
+        single, squares = single + one, squares + one**2
+    return single, squares
 
 
 class _Fit:
@@ -183,7 +192,7 @@ class _Fit:
     def _fit(self) -> None:
         tried = self._tried
         kinship = self._kinship[tried.studies]
-        rest = self._covariance(tried.singles, tried.squares) + self._prior.bias**2
+        rest = self._covariance(tried.effects) + self._prior.bias**2
         noise = self._prior.noise**2 * np.eye(len(tried.values))
         found = self._factors
         for _ in range(_ROUNDS):
@@ -199,22 +208,19 @@ class _Fit:
         """(n,) mean and variance at every candidate."""
         prior, tried = self._prior, self._tried
         logs, slopes = self._linearised(prior.terms, prior.categories, self._factors[0])
-        alone = [(knob**2).sum(1) for knob in prior.knobs]
-        none = np.zeros(len(prior.terms))
-        effects = self._covariance(sum(alone, none), sum((one**2 for one in alone), none))
-        own = (slopes**2).sum(1) + effects + prior.bias**2
+        own = (slopes**2).sum(1) + self._covariance(tried.own_effects) + prior.bias**2
         start = logs - slopes @ self._factors[0]
         if not len(tried.values):
             return start, own
-        effects = self._covariance(*tried.effects(prior.knobs))
-        across = (slopes @ self._slopes.T + effects + prior.bias**2) * self._kinship[0]
+        across = slopes @ self._slopes.T + self._covariance(tried.effects_across) + prior.bias**2
+        across *= self._kinship[0]
         explained = np.einsum("ij,ji->i", across, cho_solve(self._factor, across.T))
         return start + across @ self._solved, np.maximum(own - explained, 0.0)
 
-    def _covariance(self, single: Array, squares: Array) -> Array:
+    def _covariance(self, effects: Effects) -> Array | float:
         """Of the effects of single knobs and of two together."""
-        found: Array = self._trust.knobs**2 * single + self._trust.together**2 * (single**2 - squares) / 2
-        return found
+        single, squares = effects
+        return self._trust.knobs**2 * single + self._trust.together**2 * (single**2 - squares) / 2
 
     def _linearised_trials(self) -> tuple[Array, Array]:
         """Of all trials, each with the factors of its study."""

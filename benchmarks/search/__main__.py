@@ -14,14 +14,16 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from statistics import fmean, median
 from time import perf_counter
 
 import optuna
 
+from autotune.domain.earlier import EarlierStudy, Relation
 from autotune.domain.request import Sampler, SearchRequest
+from autotune.domain.study import Trial
 from autotune.search.suggest import suggest
 from benchmarks import replay, report
 from benchmarks.search import grid, groups, warm
@@ -94,16 +96,28 @@ def costs(samplers: list[Sampler]) -> Iterator[report.Row]:
     for sampler in samplers:
         for trials in (10, 100, 1000):
             if sampler != "gp" or trials <= 100:
-                yield {"part": "d", "sampler": sampler, "points": len(problem.plan.candidates), "trials": trials,
-                       "ms": 1e3 * suggestion_seconds(problem, sampler, trials)}
+                yield _cost_row(sampler, problem, trials, suggestion_seconds(problem, sampler, trials))
+    if "guided" in samplers:
+        earlier = [EarlierStudy(study_id=f"{number}", relation=Relation.ELSEWHERE, trials=tuple(_spread(problem, 16)))
+                   for number in range(3)]
+        yield _cost_row("guided after three studies", problem, 10, suggestion_seconds(problem, "guided", 10, earlier))
 
 
-def suggestion_seconds(problem: Problem, sampler: Sampler, trials: int) -> float:
+def _cost_row(name: str, problem: Problem, trials: int, seconds: float) -> report.Row:
+    return {"part": "d", "sampler": name, "points": len(problem.plan.candidates), "trials": trials, "ms": 1e3 * seconds}
+
+
+def suggestion_seconds(problem: Problem, sampler: Sampler, trials: int, earlier: Sequence[EarlierStudy] = ()) -> float:
     """Median over a few suggestions after so many trials, the first one left out: a plan is made ready once."""
-    step = max(len(problem.plan.candidates) // trials, 1)
-    done = [make_trial(problem, number, problem.plan.candidates[number * step].config) for number in range(trials)]
+    done = _spread(problem, trials)
     search = SearchRequest(sampler=sampler, min_expected_gain=0)
-    return median(_seconds(lambda: suggest(problem.plan, done, search)) for _ in range(6))
+    return median(_seconds(lambda: suggest(problem.plan, done, search, earlier)) for _ in range(6))
+
+
+def _spread(problem: Problem, trials: int) -> list[Trial]:
+    """So many trials all over the space."""
+    step = max(len(problem.plan.candidates) // trials, 1)
+    return [make_trial(problem, number, problem.plan.candidates[number * step].config) for number in range(trials)]
 
 
 def _seconds(call: Callable[[], object]) -> float:
