@@ -144,9 +144,10 @@ class Client:
     def best(self, study_id: str) -> BestConfig:
         return BestConfig.model_validate(self._json("GET", f"/studies/{study_id}/best"))
 
-    def export(self, study_id: str, format: str) -> Download:
-        """The winner as a file."""
-        response = self._send("GET", f"/studies/{study_id}/export", params={"format": format})
+    def export(self, study_id: str, format: str, row: int | None = None) -> Download:
+        """The winner as a file; with `row`, that row of a plan."""
+        params = {"format": format} | ({} if row is None else {"row": str(row)})
+        response = self._send("GET", f"/studies/{study_id}/export", params=params)
         disposition = response.headers.get("content-disposition", "")
         filename = disposition.partition('filename="')[2].rstrip('"') or "export.txt"
         return Download(filename, response.headers.get("content-type", ""), response.text,

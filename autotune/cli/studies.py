@@ -92,15 +92,16 @@ def list_studies(
          rate_text(study.best) if study.best else "") for study in found), soft_wrap=True)
 
 
-def export(
+def export(  # noqa: PLR0913, PLR0917 - one parameter per option
     study_id: StudyArgument, format: FormatOption = "engine", output: OutputOption = None, server: ServerOption = None,
     token: TokenOption = None, json: JsonOption = False,
+    row: Annotated[int | None, typer.Option("--row", "-r", min=1, help="Of a plan, which has no winner.")] = None,
 ) -> None:
     """Write the winner as a configuration for a training tool. What to know about it goes to standard error."""
     from autotune.cli.output import print_json
 
     with connect(server, token) as client:
-        file = client.export(client.find(study_id), format)
+        file = client.export(client.find(study_id), format, row)
     if json:
         print_json(file._asdict())
         return

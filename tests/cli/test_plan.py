@@ -31,7 +31,7 @@ def test_configurations_are_ranked_a_row_is_exported_and_nothing_is_kept(study_f
         [sys.executable, "-m", "autotune.cli", "plan", str(study_file), "-c", str(cluster), "-n", "16", "-t", "1,2",
          "-p", "auto", "--export", "deepspeed", "--json"],
         capture_output=True, text=True, timeout=240, check=False, env=clean_environment(TMPDIR=str(temporary)))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert result["study"]["state"] == "succeeded"
     assert result["study"]["best"] is None

@@ -18,7 +18,7 @@ from autotune.store import Database
 from engine.config import TrainConfig
 from engine.report import Outcome
 from tests.cli.conftest import Run
-from tests.service.stories import failed, queued, running, succeeded
+from tests.service.stories import failed, planned, queued, running, succeeded
 from tests.support.samples import sample_best, sample_failure, sample_report, sample_request
 from tests.support.service import RunningService
 
@@ -244,6 +244,15 @@ class TestExport:
         result = run("export", succeeded(database), "-f", format)
         assert result.code == 0
         assert yaml.safe_load(result.out)
+
+    def test_a_row_of_a_plan(self, run: Run, connected: RunningService, database: Database) -> None:
+        cancel_waiting(database)
+        study_id = planned(database, "1")
+        result = run("export", study_id, "-f", "deepspeed", "--row", "2")
+        assert result.code == 0
+        assert "(row 2 of a plan)" in json.loads(result.out)["_comment"][0]
+        without = run("export", study_id)
+        assert (without.code, "only planned: export a row" in without.err) == (1, True)
 
     def test_an_unknown_format_lists_all(self, run: Run, connected: RunningService, database: Database) -> None:
         cancel_waiting(database)
