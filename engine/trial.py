@@ -49,7 +49,8 @@ _LOOKS_IN_BACKWARD = 16
 
 WATCHED_STEPS = 2
 """So many by the memory meter, which makes them slow on a CPU: they are never measured. The second is like all later
-ones: the optimizer's states are there throughout, and stage 3 knows in which order it gathers."""
+ones: the optimizer's states are there throughout, and stage 3 knows in which order it gathers. Where neither comes
+with the first step, that alone is watched."""
 
 _WARM_UP_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
@@ -117,7 +118,9 @@ def _steps_to_watch(loop: TrainingLoop, device: torch.device) -> int:
     """How many steps have to be applied until one has needed all that later ones need."""
     if device.type != "cpu":
         return 0  # the allocator keeps the peak by itself
-    return 1 if loop.has_states and loop.config.zero_stage < 3 else WATCHED_STEPS
+    config = loop.config
+    gathers = config.zero_stage == 3 and (config.offload_param or not loop.trainer.shared_bytes)
+    return 1 if loop.has_states and not gathers else WATCHED_STEPS
 
 
 def _look_in_backward(loop: TrainingLoop, meter: MemoryMeter) -> list[RemovableHandle]:
