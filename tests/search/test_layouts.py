@@ -1,5 +1,6 @@
 """Plans for a cluster: layouts of tensor, pipeline and data parallelism, ranked together."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,11 @@ class TestWhich:
             with pytest.raises(InvalidRequestError, match=text) as raised:
                 check_layouts(plan_request(**changes))
             assert [error.field for error in raised.value.errors] == [field]
+
+
+    def test_the_example_can_be_planned(self) -> None:
+        example = Path(__file__).parents[2] / "examples" / "plan.json"
+        check_layouts(StudyRequest.model_validate_json(example.read_text()))
 
 
 class TestRanking:
