@@ -205,7 +205,7 @@ def _settle_stopped(tx: Transaction, study: Study) -> None:
     """The next scheduler runs the trial under way again, under the same number."""
     tx.leases.release(study.id, study.lease_epoch)
     tx.trials.discard_running(study.id, study.lease_epoch)
-    tx.studies.expire_lease(study.id, study.lease_epoch)
+    tx.studies.give_back(study.id, study.lease_epoch)
 
 
 def _settle_lost(tx: Transaction, study: Study) -> None:

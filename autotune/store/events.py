@@ -43,6 +43,14 @@ class EventRepository(Repository):
             statement = statement.where(events.c.study_id == study_id)
         return int(self._connection.execute(statement).scalar_one())
 
+    def takeovers(self, study_id: str) -> int:
+        """How often the study's scheduler was lost since a trial last finished, by the events written so far."""
+        last_trial = select(func.coalesce(func.max(events.c.id), 0)).where(
+            events.c.study_id == study_id, events.c.kind == EventKind.TRIAL_FINISHED).scalar_subquery()
+        told = self._connection.execute(select(events.c.data).where(
+            events.c.study_id == study_id, events.c.kind == EventKind.STUDY_STATE, events.c.id > last_trial)).scalars()
+        return sum("taken_over" in data for data in told)
+
     def prune_progress(self, study_id: str) -> None:
         """Drop the progress messages of trials that have ended; nobody needs them again."""
         self._connection.execute(delete(events).where(

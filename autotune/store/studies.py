@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 _SMALL = tuple(column for column in studies.c if column.name != "plan")
 """A plan may hold a megabyte of predictions: only `get` reads it."""
 
+MAX_TAKEOVERS = 3
+"""So often a study may lose its scheduler without a trial finishing in between: then it is taken for what ends it."""
+
 _FINAL = tuple(state for state in StudyState if state.is_final)
 
 
@@ -165,7 +168,8 @@ class StudyRepository(Repository):
         """Take the oldest study that waits for a scheduler: queued, or running with an expired lease.
 
         Nobody overtakes: while the oldest needs more devices than are free, there is nothing to claim. One that cannot
-        be read fails, with the reason, so that it does not hold up those behind it.
+        be read, or has lost its scheduler `MAX_TAKEOVERS` times and more without a trial finishing in between, fails,
+        with the reason, so that it does not hold up those behind it.
 
         Args:
             owner: names the claiming process.
@@ -177,7 +181,8 @@ class StudyRepository(Repository):
             The study, running and with a new epoch; None where there is nothing to do, or the oldest was failed.
         """
         now = self._clock()
-        statement = select(studies.c.id, studies.c.devices, studies.c.lease_epoch, studies.c.state).where(
+        statement = select(studies.c.id, studies.c.devices, studies.c.lease_epoch, studies.c.state,
+                           studies.c.lease_owner).where(
             or_(studies.c.state == StudyState.QUEUED,
                 and_(studies.c.state == StudyState.RUNNING, studies.c.lease_expires_at < now)))
         if total_devices is not None:
@@ -205,6 +210,14 @@ class StudyRepository(Repository):
             return None
         if head.state == StudyState.QUEUED:
             self._events.append(study.id, EventKind.STUDY_STATE, {"state": StudyState.RUNNING})
+        elif head.lease_owner not in (None, owner):  # another had it, and did not give it back
+            takeovers = self._events.takeovers(study.id) + 1
+            if takeovers >= MAX_TAKEOVERS:
+                self._fail(study.id, f"study {study.request.name}: its scheduler process was lost {takeovers} times in a "
+                           "row without a trial finishing in between, which the study itself may have brought about (host "
+                           "memory, most often): see the scheduler's log before submitting it again")
+                return None
+            self._events.append(study.id, EventKind.STUDY_STATE, {"state": StudyState.RUNNING, "taken_over": takeovers})
         return study
 
     def _fail(self, study_id: str, error: str) -> None:
@@ -230,6 +243,13 @@ class StudyRepository(Repository):
             update(studies).where(studies.c.id == study_id, studies.c.lease_epoch == epoch,
                                   studies.c.state == StudyState.RUNNING)
             .values(lease_expires_at=self._clock() - timedelta(microseconds=1)))
+
+    def give_back(self, study_id: str, epoch: int) -> None:
+        """As `expire_lease`, by a scheduler that stops in good order: it does not count as lost."""
+        self.expire_lease(study_id, epoch)
+        self._connection.execute(
+            update(studies).where(studies.c.id == study_id, studies.c.lease_epoch == epoch,
+                                  studies.c.state == StudyState.RUNNING).values(lease_owner=None))
 
     def leases(self) -> tuple[Lease, ...]:
         """Leases that have not expired."""

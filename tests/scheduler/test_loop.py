@@ -250,6 +250,18 @@ async def test_studies_of_a_dead_process_of_this_host_are_taken_at_once(database
 
 
 @in_loop
+async def test_a_study_that_ends_its_scheduler_every_time_does_not_do_so_for_ever(database: Database) -> None:
+    study = submit(database, **ONE_POINT)
+    for epoch in (1, 2, 3):
+        claim_as(database, str(DEAD_OWNER.model_copy(update={"pid": DEAD_OWNER.pid + epoch})))
+        with database.begin() as tx:
+            tx.leases.release(study.id)
+            tx.studies.expire_lease(study.id, epoch)
+    async with scheduler(database, FakeLauncher(count=1)):
+        assert "lost 3 times in a row" in ((await finished(database, study)).error or "")
+
+
+@in_loop
 @pytest.mark.parametrize("owner", ["what is this", str(DEAD_OWNER.model_copy(update={"host": "elsewhere"})),
                                    str(Owner.current("here"))])
 async def test_studies_of_processes_that_may_live_are_left_alone(database: Database, owner: str) -> None:

@@ -301,6 +301,68 @@ def test_a_lease_given_up_is_claimed_at_once(database: Database) -> None:
     assert (again.id, again.lease_epoch) == (study.id, 2)
 
 
+def lose(database: Database, study: Study, epoch: int) -> None:
+    """As if the process with this lease had been killed, and that had been seen."""
+    with database.begin() as tx:
+        tx.studies.expire_lease(study.id, epoch)
+
+
+def test_a_study_that_loses_its_scheduler_again_and_again_fails(database: Database) -> None:
+    study = claimed(database, owner="owner 1")
+    behind = add(database, "behind")
+    started(database, study)
+    for epoch in (1, 2):
+        lose(database, study, epoch)
+        taken = claim(database, f"owner {epoch + 1}")
+        assert taken is not None
+        assert (taken.id, taken.lease_epoch) == (study.id, epoch + 1)
+    lose(database, study, 3)
+    assert claim(database, "owner 4") is None, "it is failed in this turn"
+    ended = get(database, study)
+    assert (ended.state, ended.finished_at is not None) == (StudyState.FAILED, True)
+    assert ended.error is not None
+    assert ended.error.startswith("study gpt-tiny: its scheduler process was lost 3 times in a row")
+    with database.read() as tx:
+        assert tx.trials.get(study.id, 0).outcome is Outcome.CANCELLED
+        states = [event.data for event in tx.events.after(0, study_id=study.id) if event.kind is EventKind.STUDY_STATE]
+    assert [data["state"] for data in states] == ["queued", "running", "running", "running", "failed"]
+    assert [data.get("taken_over") for data in states] == [None, None, 1, 2, None]
+    next_one = claim(database, "owner 4")
+    assert next_one is not None
+    assert next_one.id == behind.id
+
+
+def test_a_finished_trial_is_progress_after_which_losses_count_anew(database: Database) -> None:
+    study = claimed(database, owner="owner 1")
+    for epoch in range(1, 10):
+        if epoch % 2 == 0:
+            with database.begin() as tx:
+                tx.trials.discard_running(study.id, epoch)
+                trial = tx.trials.start(study.id, epoch, role=TrialRole.SUGGESTED, config=TrainConfig(),
+                                        prediction=None)
+                tx.trials.finish(study.id, epoch, trial.number, sample_report(), log="")
+        lose(database, study, epoch)
+        assert claim(database, f"owner {epoch + 1}") is not None
+
+
+def test_a_scheduler_that_stops_in_good_order_is_not_lost(database: Database) -> None:
+    study = claimed(database, owner="owner 1")
+    for epoch in range(1, 6):
+        with database.begin() as tx:
+            tx.studies.give_back(study.id, epoch)
+        assert claim(database, f"owner {epoch + 1}") is not None
+    with database.begin() as tx:
+        tx.studies.give_back(study.id, 5)
+    assert claim(database, "late") is None, "a lost lease cannot be given back"
+
+
+def test_the_holder_of_an_expired_lease_has_not_lost_itself(database: Database) -> None:
+    study = claimed(database, owner="slept")
+    for epoch in range(1, 6):
+        lose(database, study, epoch)
+        assert claim(database, "slept") is not None
+
+
 def test_writes_under_a_lease_are_kept(database: Database, clock: FakeClock) -> None:
     study = claimed(database)
     plan = PlanSummary(space={"zero_stage": [0, 1]}, points=6, feasible=4, rejections={"memory": 2},
