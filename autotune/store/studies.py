@@ -213,9 +213,9 @@ class StudyRepository(Repository):
         elif head.lease_owner not in (None, owner):  # another had it, and did not give it back
             takeovers = self._events.takeovers(study.id) + 1
             if takeovers >= MAX_TAKEOVERS:
-                self._fail(study.id, f"study {study.request.name}: its scheduler process was lost {takeovers} times in a "
-                           "row without a trial finishing in between, which the study itself may have brought about (host "
-                           "memory, most often): see the scheduler's log before submitting it again")
+                self._fail(study.id, f"study {study.request.name}: its scheduler process was lost {takeovers} times "
+                           "in a row without a trial finishing in between, which the study itself may have brought "
+                           "about (host memory, most often): see the scheduler's log before submitting it again")
                 return None
             self._events.append(study.id, EventKind.STUDY_STATE, {"state": StudyState.RUNNING, "taken_over": takeovers})
         return study
