@@ -12,8 +12,10 @@ The same trials of the benchmark GPT on two CPU ranks, in turns:
 Outside seconds are the wall time from the order to the result, less the measured steps: set-up, warm-up steps and all
 that goes between processes; start and end of what is started. Those of a relaunch are less the steps that the fresh
 trial measured, as it times none. The suggestion, which `benchmarks.search` times, comes on top. The first trial in the
-warm group is left out. Ends with 1 where the median is 1.5 s or more, or a fresh group costs less than 5 times as much: a relaunch, which costs
-more, does not make up for that.
+warm group is left out.
+
+Ends with 1 where the median is 1.5 s or more, or a fresh group costs less than 5 times as much: that a relaunch costs
+more does not make up for it.
 """
 
 import asyncio
