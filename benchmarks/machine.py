@@ -26,11 +26,11 @@ from engine.report import (
 from engine.spec import GptSpec, HuggingFaceSpec, ModelSpec, VitSpec
 
 MODELS: dict[str, ModelSpec] = {
-    "gpt": GptSpec(kind="gpt", layers=6, hidden=384, heads=6, vocab=4096, sequence_length=64),
-    "vit": VitSpec(kind="vit", layers=6, hidden=384, heads=6, image_size=64, patch_size=8, classes=100),
+    "gpt": GptSpec(kind="gpt", layers=6, hidden=512, heads=8, vocab=8192, sequence_length=64),
+    "vit": VitSpec(kind="vit", layers=6, hidden=512, heads=8, image_size=64, patch_size=8, classes=100),
     "llama": HuggingFaceSpec(kind="huggingface", sequence_length=64, config={
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 384,
-        "intermediate_size": 1032, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "hidden_size": 512,
+        "intermediate_size": 1376, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2,
         "max_position_embeddings": 64, "tie_word_embeddings": True}),
 }
 DEVICES = 2
@@ -38,7 +38,7 @@ SAMPLES = 8
 """Per rank and step, in every configuration, so that step times can be compared."""
 CONFIGURATIONS = 22
 """Of each model."""
-POLICY = MeasurePolicy(max_warmup_steps=2, max_steps=5)
+POLICY = MeasurePolicy(max_warmup_steps=3, max_steps=4)
 
 
 def drawn(count: int, *, seed: int = 0) -> list[TrainConfig]:

@@ -4,18 +4,22 @@ All ranks measure at the same time, as they will when they train; the slowest ra
 """
 
 import hashlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.collectives import Ranks
+from engine.operators import OperatorCounter
 from engine.precision import DTYPES
 from engine.process import cpu_name, host_memory_bytes
-from engine.profile import HardwareProfile
+from engine.profile import Collective, HardwareProfile, OperatorClass, OperatorCost
 from engine.ranks import RankContext
 from engine.values import Precision
 
@@ -25,6 +29,15 @@ _COPY_BYTES = 64 * 2**20
 _MESSAGE_BYTES = 16 * 2**20
 _LATENCY_ROUNDS = 50
 _BANDWIDTH_ROUNDS = 4
+_LAUNCHES = 200
+_OPERATOR_SECONDS = 0.06
+_COLD_BYTES = 48 * 2**20
+"""Weights are read from memory, not from a cache that holds a few of them."""
+_COLLECTIVE_BYTES = (2**16, 4 * 2**20)
+_SLOW_FLOPS_PER_SECOND = 1e10
+"""A precision so slow is calibrated by its products alone."""
+_VERSION = "2"
+"""Profiles of another one are measured anew."""
 _HOST_RESERVE = 0.1
 """Share of the host's memory that is left to everything else."""
 
@@ -44,12 +57,17 @@ def calibrate(context: RankContext) -> HardwareProfile:
     host = int(host_memory_bytes() * (1 - _HOST_RESERVE))
     memory = _device_memory_bytes(device, host, context.host_devices)
     device_name = cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
-    software = {"torch": torch.__version__, "threads_per_rank": str(torch.get_num_threads())}
+    operators = {name: operator_costs(context, name) for name in precisions if rates[name] > _SLOW_FLOPS_PER_SECOND}
+    collectives = _collectives(context, tuple(operators))
+    software = {"torch": torch.__version__, "threads_per_rank": str(torch.get_num_threads()), "calibration": _VERSION}
     return HardwareProfile(
         fingerprint=hardware_fingerprint(device.type, device_name, context.world_size, memory, software),
         device_type=device.type, device_name=device_name, world_size=context.world_size, memory_bytes=memory,
         host_memory_bytes=host, precisions=precisions, matmul_flops_per_second=rates, copy_bytes_per_second=copy,
-        allreduce_bytes_per_second=bandwidth, allreduce_latency_seconds=latency, software=software)
+        allreduce_bytes_per_second=bandwidth, allreduce_latency_seconds=latency, software=software,
+        launch_seconds=context.largest((launch_seconds(device),))[0], operators=operators,
+        reduce_scatter=collectives.reduce_scatter, all_reduce=collectives.all_reduce,
+        all_gather=collectives.all_gather, update_bytes_per_second=_slowest(context, partial(update_rate, device)))
 
 
 def hardware_fingerprint(
@@ -96,6 +114,164 @@ def copy_bytes_per_second(device: torch.device) -> float:
     source = torch.ones(_COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     return _rate(lambda: target.copy_(source), device, _COPY_SECONDS, work=float(_COPY_BYTES))
+
+
+def launch_seconds(device: torch.device) -> float:
+    """The host's time to start one operation that does next to nothing."""
+    value = torch.zeros(1, device=device)
+
+    def start() -> None:
+        for _ in range(_LAUNCHES):
+            value.add_(1.0)
+
+    return 1 / _rate(start, device, _COPY_SECONDS / 10, work=float(_LAUNCHES))
+
+
+def update_rate(device: torch.device) -> float:
+    """Bytes per second of fused AdamW, which reads or writes 7 numbers for each parameter."""
+    parameter = nn.Parameter(torch.zeros(_COPY_BYTES // 8, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return _rate(optimizer.step, device, _COPY_SECONDS / 2, work=7.0 * parameter.nbytes)
+
+
+def operator_costs(context: RankContext, precision: Precision) -> dict[OperatorClass, OperatorCost]:
+    """What operators of each class cost in forward and backward: the line through a few sizes, on the slowest rank."""
+    scale = 1 if context.device.type == "cpu" else 8
+    kinds: dict[OperatorClass, Callable[..., Iterator[Callable[[], object]]]] = {
+        "product": _products, "attention": _attentions, "other": _others}
+    return {kind: _cost([_sampled(context, run) for run in runs(context.device, precision, scale)])
+            for kind, runs in kinds.items()}
+
+
+def _sampled(context: RankContext, run: Callable[[], object]) -> "_Sample":
+    counter = OperatorCounter()
+    with counter:
+        run()
+    per_second = _slowest(context, lambda: _rate(run, context.device, _OPERATOR_SECONDS, work=1.0))
+    return _Sample(sum(counter.flops.values()), sum(counter.bytes.values()), 1 / per_second)
+
+
+class _Sample(NamedTuple):
+    flops: float
+    moved: float
+    seconds: float
+
+
+def _cost(samples: Sequence[_Sample]) -> OperatorCost:
+    """Least squares of relative errors, neither rate negative."""
+    rows = [(sample.flops / sample.seconds, sample.moved / sample.seconds) for sample in samples]
+    ff, fb, bb = (sum(left[i] * left[j] for left in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    f, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = ff * bb - fb * fb
+    if determinant > 1e-9 * ff * bb:
+        flop, byte = (f * bb - b * fb) / determinant, (b * ff - f * fb) / determinant
+        if flop >= 0 and byte >= 0:
+            return OperatorCost(seconds_per_flop=flop, seconds_per_byte=byte)
+    by_flops, by_bytes = (f / ff if ff else math.inf), b / bb
+    misses = [sum((1 - row[i] * each) ** 2 for row in rows) for i, each in ((0, by_flops), (1, by_bytes))]
+    if ff and misses[0] < misses[1]:
+        return OperatorCost(seconds_per_flop=by_flops, seconds_per_byte=0.0)
+    return OperatorCost(seconds_per_flop=0.0, seconds_per_byte=by_bytes)
+
+
+def _products(device: torch.device, precision: Precision, scale: int) -> Iterator[Callable[[], object]]:
+    """A linear layer's three products, in turn with so many weights that each comes from memory."""
+    for shape in ((64, 512, 512), (64, 512, 2048), (512, 512, 512), (512, 2048, 512)):
+        tokens, inputs, outputs = (size * scale for size in shape)
+        dtype = DTYPES[precision]
+        values, gradient = (torch.randn(tokens, size, device=device).to(dtype) for size in (inputs, outputs))
+        count = max(_COLD_BYTES // (inputs * outputs * dtype.itemsize), 1) if tokens == 64 * scale else 2
+        weights = [torch.randn(outputs, inputs, device=device).to(dtype) for _ in range(count)]
+
+        def run(values: Tensor = values, gradient: Tensor = gradient, weights: list[Tensor] = weights) -> None:
+            for weight in weights:
+                torch.mm(values, weight.t())
+                torch.mm(gradient, weight)
+                torch.mm(gradient.t(), values)
+
+        yield run
+
+
+def _attentions(device: torch.device, precision: Precision, scale: int) -> Iterator[Callable[[], object]]:
+    for length in (64, 256):
+        shape = (256 // length, 8 * scale, length * scale, 64)
+        query, key, value = (torch.randn(shape, device=device).to(DTYPES[precision]).requires_grad_() for _ in range(3))
+        gradient = torch.ones_like(query)
+
+        def run(query: Tensor = query, key: Tensor = key, value: Tensor = value, gradient: Tensor = gradient) -> None:
+            result = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            torch.autograd.grad(result, (query, key, value), gradient)
+
+        yield run
+
+
+def _others(device: torch.device, precision: Precision, scale: int) -> Iterator[Callable[[], object]]:
+    """Norm, activation, residual and loss."""
+    for tokens in (64, 512):
+        values = torch.randn(tokens * scale, 1024 * scale, device=device).to(DTYPES[precision]).requires_grad_()
+        norm = nn.LayerNorm(1024 * scale).to(device, DTYPES[precision])
+        labels = torch.arange(tokens * scale, device=device)
+
+        def run(values: Tensor = values, norm: nn.Module = norm, labels: Tensor = labels) -> None:
+            hidden = norm(values)
+            loss = F.cross_entropy(hidden + F.gelu(hidden, approximate="tanh"), labels)
+            torch.autograd.grad(loss, (values, *norm.parameters()))
+
+        yield run
+
+
+class _Collectives(NamedTuple):
+    reduce_scatter: dict[Precision, Collective]
+    all_reduce: dict[Precision, Collective]
+    all_gather: Collective | None
+
+
+def _collectives(context: RankContext, precisions: Sequence[Precision]) -> _Collectives:
+    """The engine's own, by the transport that it would take."""
+    if context.world_size == 1:
+        return _Collectives({}, {}, None)
+    ranks = Ranks(dist.group.WORLD, device=context.device)
+    try:
+        largest = max(_COLLECTIVE_BYTES)
+        ranks.reserve([largest] * 2)
+        row = ranks.mirrored([largest])[0].view(context.world_size, -1)
+        reduced, summed = {}, {}
+        for name in precisions:
+            reduced[name] = _collective(context, partial(_sum, ranks, ranks.reduce_scatter, DTYPES[name]))
+            summed[name] = _collective(context, partial(_sum, ranks, ranks.all_reduce, DTYPES[name]))
+
+        def gather(size: int) -> None:
+            ranks.all_gather([row.view(-1)[:size].view(context.world_size, -1)]).wait()
+            ranks.finish_reading()
+
+        return _Collectives(reduced, summed, _collective(context, gather))
+    finally:
+        ranks.close()
+
+
+def _sum(ranks: Ranks, collective: Callable[..., object], dtype: torch.dtype, size: int) -> None:
+    full = ranks.empty(size // dtype.itemsize, dtype, room=0)
+    ranks.discard(collective(full, dtype=dtype).wait())  # type: ignore[attr-defined]
+
+
+def _collective(context: RankContext, run: Callable[[int], None]) -> Collective:
+    small, large = (_collective_seconds(context, partial(run, size)) for size in _COLLECTIVE_BYTES)
+    span = max(_COLLECTIVE_BYTES) - min(_COLLECTIVE_BYTES)
+    rate = span / max(large - small, 1e-9)
+    return Collective(latency_seconds=max(small - min(_COLLECTIVE_BYTES) / rate, 0.0), bytes_per_second=rate)
+
+
+def _collective_seconds(context: RankContext, run: Callable[[], None], rounds: int = 12) -> float:
+    """Median over rounds, each begun together, on the slowest rank."""
+    samples = []
+    for _ in range(rounds + 2):
+        context.barrier()
+        begun = time.perf_counter()
+        run()
+        _synchronize(context.device)
+        samples.append(context.largest((time.perf_counter() - begun,))[0])
+    return sorted(samples[2:])[rounds // 2]
 
 
 def allreduce_speed(context: RankContext) -> tuple[float | None, float | None]:

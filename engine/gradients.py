@@ -111,8 +111,10 @@ class GradientBuckets:
         local, state.local = self._close(state), None
         if len(self._queue) >= self._in_flight:
             self._finish_oldest()
+        local_bytes = local.nbytes
         full = self._ranks.placed(local, self._dtypes.wire, room=self._room(state))
-        self._queue.append((state, self._reduce(state.bucket, full), local.nbytes))
+        del local  # its memory may be wanted for the sum
+        self._queue.append((state, self._reduce(state.bucket, full), local_bytes))
         if self._in_flight == 1:
             self._finish_oldest()
 

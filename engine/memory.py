@@ -17,13 +17,10 @@ LEFT_BEHIND_BYTES = 48 * 2**20
 """A trial that leaves more than this behind makes its worker unfit for the next."""
 
 
-_GAPS = 0.5
-"""Of what is in use, the most that the C library's gaps come to on top; seen were 36 %."""
+_GROWTH = 0.5
+"""From step to step the gaps of a heap grow by less than this share of what is in use."""
 
-_GROWTH = 0.1
-"""Gaps grow from step to step by less than this share."""
-
-_LEAST_GROWTH_BYTES = 32 * 2**20
+_LEAST_GROWTH_BYTES = 64 * 2**20
 
 
 class MemoryMeter(Protocol):
@@ -92,7 +89,6 @@ class ResidentMeter:
 
     def watch(self) -> None:
         return_blocks_at_once()
-        give_back_memory()
         reset_peak_resident()
         self._shared_bytes, self._watches = resident_memory().shared, True
 
@@ -120,10 +116,9 @@ class ResidentMeter:
     def _look_at_rest(self) -> None:
         peak = self._peak_since_last()
         if self._rested_bytes is None:
-            held = self._watched_bytes - self._baseline_bytes
-            self._rested_bytes = min(peak, self._watched_bytes + int(_GAPS * held) + _LEAST_GROWTH_BYTES)
+            self._rested_bytes = peak
         beyond = peak - self._rested_bytes
-        if beyond > max(_LEAST_GROWTH_BYTES, _GROWTH * (self._rested_bytes - self._baseline_bytes)):
+        if beyond > max(_LEAST_GROWTH_BYTES, _GROWTH * (self._watched_bytes - self._baseline_bytes)):
             self._peak_bytes = max(self._peak_bytes, self._watched_bytes + beyond)
 
     def _peak_since_last(self) -> int:

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from engine.blocks import find_blocks
 from engine.checkpointing import wrap_inside, wrap_outside
 from engine.config import Checkpointing, TrainConfig
+from engine.operators import CPU_ATTENTION, OperatorCounter
 from engine.precision import DTYPES, cast_floating, compute_dtypes, place_buffers
-from engine.profile import ActivationBytes, ModelProfile
+from engine.profile import ActivationBytes, BackwardPoint, ModelProfile, OperatorWork, PassWork
 from engine.spec import ModelSpec, PythonSpec, spec_fingerprint
 from engine.tasks.base import Batch, Task, checked_batch, checked_loss, task_blocks
 from engine.tasks.build import build_task
@@ -33,6 +34,8 @@ from engine.values import BYTES_PER_ELEMENT, Precision
 _CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 _FAKE_SIZES = (2, 8)
 _REAL_SIZES = (1, 2)
+_STRETCHES = 16
+"""Of a backward pass."""
 _CPU = torch.device("cpu")
 
 
@@ -58,6 +61,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._track, result)
         return result
+
+    def take_peak(self) -> int:
+        """The peak since the last call."""
+        peak, self.peak_bytes = self.peak_bytes, self.bytes
+        return peak
 
     def _track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -104,6 +112,7 @@ def _probe(spec: ModelSpec, task: Task, precisions: Sequence[Precision], *, fake
         blocks = _blocks(task, model)
     parameters = list(model.parameters())
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    activations, work = zip(*_passes(task, precisions, _CHECKPOINTING if blocks else ("none",), fake=fake), strict=True)
     return ModelProfile(
         fingerprint=profile_fingerprint(spec),
         parameters=sum(parameter.numel() for parameter in parameters),
@@ -114,33 +123,70 @@ def _probe(spec: ModelSpec, task: Task, precisions: Sequence[Precision], *, fake
         block_class=type(blocks[0]).__name__ if blocks else None,
         block_count=len(blocks),
         block_parameters=max(sizes, default=0),
+        largest_block_parameter=max((each.numel() for block in blocks for each in block.parameters()), default=0),
         tokens_per_sample=task.tokens_per_sample,
         flops_per_sample=_flops_per_sample(task, fake=fake),
-        activations=tuple(_activations(task, precisions, _CHECKPOINTING if blocks else ("none",), fake=fake)))
+        activations=activations, work=work)
 
 
-def _activations(
+def _passes(
     task: Task, precisions: Sequence[Precision], choices: Sequence[Checkpointing], *, fake: bool
-) -> Iterator[ActivationBytes]:
-    """Every choice in every precision; those of equal width have equal bytes and are measured once."""
+) -> Iterator[tuple[ActivationBytes, PassWork]]:
+    """Every choice in every precision; those of equal width do the same and are measured once."""
     sizes = _FAKE_SIZES if fake else _REAL_SIZES
-    measured: dict[tuple[int, Checkpointing], ActivationBytes] = {}
+    measured: dict[tuple[int, Checkpointing], tuple[ActivationBytes, PassWork]] = {}
     for precision in precisions:
         for checkpointing in choices:
             key = BYTES_PER_ELEMENT[precision], checkpointing
             if key not in measured:
                 small, large = (_run(task, size, precision, checkpointing, fake=fake) for size in sizes)
-                measured[key] = _fit(small, large, sizes, precision, checkpointing)
-            yield measured[key].model_copy(update={"precision": precision})
+                measured[key] = (_fit(small, large, sizes, precision, checkpointing),
+                                 _fit_work(small.operators, large.operators, sizes, precision, checkpointing))
+            activations, work = measured[key]
+            yield (activations.model_copy(update={"precision": precision}),
+                   work.model_copy(update={"precision": precision}))
 
 
 @dataclass(frozen=True)
-class _Bytes:
+class _Pass:
+    """Bytes of one forward and backward pass, and what its operators did.
+
+    Attributes:
+        arrivals: of each gradient, its elements and the peak since the one before.
+    """
+
     saved: int
-    peak: int
+    arrivals: list[tuple[int, int]]
+    operators: OperatorCounter
+
+    @property
+    def peak(self) -> int:
+        return max(peak for _, peak in self.arrivals)
+
+    def stretches(self) -> list[tuple[int, int]]:
+        """(elements up to its end, peak) of equal parts of the gradients."""
+        total = sum(elements for elements, _ in self.arrivals)
+        found, so_far = [[0, 0] for _ in range(_STRETCHES)], 0
+        for elements, peak in self.arrivals:
+            so_far += elements
+            stretch = found[min(so_far * _STRETCHES // max(total, 1), _STRETCHES - 1)]
+            stretch[:] = so_far, max(stretch[1], peak)
+        return [(elements, peak) for elements, peak in found]
 
 
-def _fit(small: _Bytes, large: _Bytes, sizes: tuple[int, int], precision: Precision, checkpointing: Checkpointing
+def _fit_work(small: OperatorCounter, large: OperatorCounter, sizes: tuple[int, int], precision: Precision,
+              checkpointing: Checkpointing) -> PassWork:
+    span = sizes[1] - sizes[0]
+    operators = {}
+    for kind in large.bytes:
+        moved = max((large.bytes[kind] - small.bytes[kind]) / span, 0.0)
+        operators[kind] = OperatorWork(
+            flops_per_sample=large.flops[kind] / sizes[1], bytes_per_sample=moved,
+            bytes_fixed=max(large.bytes[kind] - moved * sizes[1], 0.0), kernels=large.kernels[kind])
+    return PassWork(checkpointing=checkpointing, precision=precision, operators=operators)
+
+
+def _fit(small: _Pass, large: _Pass, sizes: tuple[int, int], precision: Precision, checkpointing: Checkpointing
          ) -> ActivationBytes:
     """The line through two micro-batch sizes; `fixed` is the peak's share that does not grow."""
     span = sizes[1] - sizes[0]
@@ -148,10 +194,21 @@ def _fit(small: _Bytes, large: _Bytes, sizes: tuple[int, int], precision: Precis
     peak = (large.peak - small.peak) / span
     return ActivationBytes(
         checkpointing=checkpointing, precision=precision, saved_per_sample=max(round(saved), 0),
-        peak_per_sample=max(round(peak), 0), fixed=max(round(large.peak - peak * sizes[1]), 0))
+        peak_per_sample=max(round(peak), 0), fixed=max(round(large.peak - peak * sizes[1]), 0),
+        backward=tuple(_fit_backward(small, large, sizes)))
 
 
-def _run(task: Task, size: int, precision: Precision, checkpointing: Checkpointing, *, fake: bool) -> _Bytes:
+def _fit_backward(small: _Pass, large: _Pass, sizes: tuple[int, int]) -> Iterator[BackwardPoint]:
+    if [elements for elements, _ in small.arrivals] != [elements for elements, _ in large.arrivals]:
+        return  # what is trained depends on the batch
+    for (elements, low), (_, high) in zip(small.stretches(), large.stretches(), strict=True):
+        if high:
+            slope = max((high - low) / (sizes[1] - sizes[0]), 0.0)
+            yield BackwardPoint(gradients=elements, per_sample=round(slope),
+                                fixed=max(round(high - slope * sizes[1]), 0))
+
+
+def _run(task: Task, size: int, precision: Precision, checkpointing: Checkpointing, *, fake: bool) -> _Pass:
     """One forward and backward pass, its gradients freed as the engine's buckets take them over."""
     with _mode(fake) as mode:
         model = task.build_model().train()
@@ -160,18 +217,25 @@ def _run(task: Task, size: int, precision: Precision, checkpointing: Checkpointi
         config = TrainConfig(activation_checkpointing=checkpointing)
         wrap_inside(blocks, config)
         wrap_outside(blocks, config)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
     batch = _on_mode(checked_batch(task, range(size)), mode)
     batch = cast_floating(batch, DTYPES[precision])
     tracker = StorageTracker([*model.parameters(), *model.buffers()])
     inputs = sum(tensor.untyped_storage().nbytes() for tensor in _tensors(batch))
-    with nullcontext() if mode is None else mode, tracker:
+    counter, arrivals = OperatorCounter(), list[tuple[int, int]]()
+
+    def arrive(parameter: Tensor) -> None:
+        arrivals.append((parameter.numel(), tracker.take_peak() + inputs))
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
+    with nullcontext() if mode is None else mode, tracker, counter:
         loss = checked_loss(task, model, batch)
         saved = tracker.bytes
         loss.backward()  # type: ignore[no-untyped-call]
-    return _Bytes(saved=saved + inputs, peak=tracker.peak_bytes + inputs)
+        arrivals.append((0, tracker.take_peak() + inputs))
+    return _Pass(saved=saved + inputs, arrivals=arrivals, operators=counter)
 
 
 def _flops_per_sample(task: Task, *, fake: bool) -> float:
@@ -180,24 +244,10 @@ def _flops_per_sample(task: Task, *, fake: bool) -> float:
     with _mode(fake) as mode:
         model = task.build_model().train()
     batch = _on_mode(checked_batch(task, range(size)), mode)
-    counter = FlopCounterMode(display=False, custom_mapping=_cpu_attention())
+    counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
     with nullcontext() if mode is None else mode, counter:
         checked_loss(task, model, batch).backward()  # type: ignore[no-untyped-call]
     return counter.get_total_flops() / size
-
-
-def _cpu_attention() -> dict[Any, Any]:
-    """The fused attention of the CPU, which torch's counter does not know."""
-    ops = torch.ops.aten
-
-    def forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
-
-    def backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
-
-    return {ops._scaled_dot_product_flash_attention_for_cpu: forward,
-            ops._scaled_dot_product_flash_attention_for_cpu_backward: backward}
 
 
 @contextmanager
@@ -219,10 +269,6 @@ def _cast(model: nn.Module, precision: Precision) -> None:
     for parameter, dtype in compute_dtypes(model, DTYPES[precision]).items():
         parameter.data = parameter.data.to(dtype)
     place_buffers(model, device=_CPU, compute=DTYPES[precision])
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def _on_mode(batch: Batch, mode: FakeTensorMode | None) -> Batch:

@@ -4,6 +4,7 @@ What other systems lack is left out there: no pinning, no parent watch, and resi
 """
 
 import ctypes
+import functools
 import gc
 import os
 import signal
@@ -15,6 +16,9 @@ from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_SINGLE_BLOCK_BYTES = 256 * 2**10
+_LARGEST_FILLER_BYTES = 2**30
+_fillers: list[int] = []
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -48,21 +52,58 @@ def give_back_memory() -> None:
 
 def return_blocks_at_once() -> None:
     """Have glibc give every larger block back when it is freed: resident memory is what is in use, at the price of
-    page faults that can double the time of a step."""
-    _set_heap(mmap_threshold=256 * 2**10, trim_threshold=16 * 2**20)
+    page faults that can double the time of a step. What is free now is given back, and not used for such blocks."""
+    keep_freed_blocks()
+    _set_heap(mmap_threshold=_SINGLE_BLOCK_BYTES, trim_threshold=16 * 2**20)
+    give_back_memory()
+    _occupy_gaps()
 
 
 def keep_freed_blocks() -> None:
     """Have glibc keep freed memory for the next block, as it does by itself in a process that trains: these are the
     largest thresholds that it comes to (mallopt(3))."""
     _set_heap(mmap_threshold=32 * 2**20, trim_threshold=64 * 2**20)
+    while _fillers:
+        _libc().free(_fillers.pop())
 
 
 def _set_heap(*, mmap_threshold: int, trim_threshold: int) -> None:
     with suppress(AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
+        mallopt = _libc().mallopt
         mallopt(_M_MMAP_THRESHOLD, mmap_threshold)
         mallopt(_M_TRIM_THRESHOLD, trim_threshold)
+
+
+def _occupy_gaps() -> None:
+    """Take the free blocks of the heap, untouched and so without memory, lest allocations fill and keep them."""
+    with suppress(AttributeError):
+        libc, size = _libc(), _LARGEST_FILLER_BYTES
+        while size >= _SINGLE_BLOCK_BYTES:
+            before = libc.mallinfo2().mapped_blocks
+            filler = libc.malloc(size)
+            if libc.mallinfo2().mapped_blocks > before:  # no gap is so large
+                libc.free(filler)
+                size //= 2
+            else:
+                _fillers.append(filler)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+    with suppress(AttributeError):
+        libc.mallinfo2.restype = _MallocInfo
+    return libc
+
+
+class _MallocInfo(ctypes.Structure):
+    """mallinfo(3), whose fourth number is that of the blocks that were mapped singly."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "mapped_blocks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+        "keepcost"))
 
 
 class ResidentMemory(NamedTuple):

@@ -8,6 +8,19 @@ from engine.config import Checkpointing
 from engine.values import Precision, Value
 
 
+class BackwardPoint(Value):
+    """A stretch of the backward pass, the forward pass before it included.
+
+    Attributes:
+        gradients: elements of gradients that are there at its end.
+        fixed, per_sample: the most bytes of activations and of what is transient, gradients on their way among it.
+    """
+
+    gradients: int
+    fixed: int
+    per_sample: int
+
+
 class ActivationBytes(Value):
     """Activation bytes of one checkpointing choice in one precision, per sample of a micro-batch.
 
@@ -15,6 +28,7 @@ class ActivationBytes(Value):
         saved_per_sample: held from forward to backward.
         peak_per_sample: largest sum of saved and transient bytes at any point of forward and backward.
         fixed: bytes that do not grow with the micro-batch.
+        backward: how they go as gradients come; empty where that was not seen.
     """
 
     checkpointing: Checkpointing
@@ -22,6 +36,28 @@ class ActivationBytes(Value):
     saved_per_sample: int
     peak_per_sample: int
     fixed: int = 0
+    backward: tuple[BackwardPoint, ...] = ()
+
+
+OperatorClass = Literal["product", "attention", "other"]
+"""Matrix products and convolutions; fused attention; everything else that moves memory."""
+
+
+class OperatorWork(Value):
+    """What the operators of one class do in forward and backward of a micro-batch; bytes of operands and results."""
+
+    flops_per_sample: float
+    bytes_per_sample: float
+    bytes_fixed: float = Field(description="of parameters and their gradients, however large the micro-batch")
+    kernels: float = Field(description="operators started")
+
+
+class PassWork(Value):
+    """Of one checkpointing choice in one precision, recomputation included."""
+
+    checkpointing: Checkpointing
+    precision: Precision
+    operators: dict[OperatorClass, OperatorWork]
 
 
 class ModelProfile(Value):
@@ -44,6 +80,8 @@ class ModelProfile(Value):
     vocab: int = Field(0, description="outputs per token of the last layer; 0: not told from the blocks")
     attention: Literal["fused", "eager"] = Field("fused", description="eager: the matrix of scores is written out")
     loss: Literal["fused", "eager"] = Field("eager", description="eager: from a copy of the logits in fp32")
+    largest_block_parameter: int = Field(0, description="elements; 0: not known")
+    work: tuple[PassWork, ...] = Field((), description="as counted; none: followed from the dimensions")
 
     def activation(self, checkpointing: Checkpointing, precision: Precision) -> ActivationBytes:
         """The entry for one choice.
@@ -55,6 +93,20 @@ class ModelProfile(Value):
             if (entry.checkpointing, entry.precision) == (checkpointing, precision):
                 return entry
         raise KeyError(f"no activation profile for checkpointing {checkpointing}, precision {precision}")
+
+
+class OperatorCost(Value):
+    """What operators of one class cost on a device: seconds are the sum over operations and bytes."""
+
+    seconds_per_flop: float
+    seconds_per_byte: float
+
+
+class Collective(Value):
+    """What a collective of the engine costs among the ranks that were measured."""
+
+    latency_seconds: float
+    bytes_per_second: float = Field(description="of the whole tensor, in its dtype")
 
 
 class Links(Value):
@@ -86,3 +138,10 @@ class HardwareProfile(Value):
     links: Links | None = Field(None, description="None: every group of ranks communicates as measured over all")
     host_bytes_per_second: float | None = Field(None, description="between a device and its host, in one direction")
     launch_seconds: float | None = Field(None, description="the host's time to start one operation")
+    operators: dict[Precision, dict[OperatorClass, OperatorCost]] = Field(
+        {}, description="as measured; none: followed from the rates")
+    reduce_scatter: dict[Precision, Collective] = Field({}, description="by the dtype sent")
+    all_reduce: dict[Precision, Collective] = Field({}, description="by the dtype sent")
+    all_gather: Collective | None = None
+    update_bytes_per_second: float | None = Field(
+        None, description="of AdamW on the device: parameters, gradients and states, read and written")

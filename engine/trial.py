@@ -97,7 +97,7 @@ def run_trial(
     reporter.baseline()
     loop = TrainingLoop(task, request.config, request.optimizer, seed=request.seed, context=context)
     trial = _Trial(request, context, reporter, loop, meter)
-    if context.world_size > 1 and context.device.type == "cpu" and request.config.zero_stage:
+    if context.world_size > 1 and context.device.type == "cpu":
         loop.clock, trial.looks = _WatchedClock(loop.clock, meter), _look_in_backward(loop, meter)
     trial.started = started
     trial.record.setup_seconds = time.perf_counter() - started
@@ -120,7 +120,8 @@ def _steps_to_watch(loop: TrainingLoop, device: torch.device) -> int:
         return 0  # the allocator keeps the peak by itself
     config = loop.config
     gathers = config.zero_stage == 3 and (config.offload_param or not loop.trainer.shared_bytes)
-    return 1 if loop.has_states and not gathers else WATCHED_STEPS
+    trims = config.precision != "fp32" and loop.trainer.shared_bytes  # rooms are taken anew after the first step
+    return 1 if loop.has_states and not gathers and not trims else WATCHED_STEPS
 
 
 def _look_in_backward(loop: TrainingLoop, meter: MemoryMeter) -> list[RemovableHandle]:

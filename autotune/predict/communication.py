@@ -2,8 +2,54 @@
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
-from engine.profile import HardwareProfile
+from engine.profile import Collective, HardwareProfile
+from engine.values import Precision
+
+
+class Group(Protocol):
+    """Ranks that hold the same part of the model; sizes are bytes of whole tensors.
+
+    Attributes:
+        by_computing: collectives are copies that the ranks make themselves, so that computing hides none of them.
+        reads_in_place: ranks read each other's parameters where they lie.
+    """
+
+    @property
+    def by_computing(self) -> bool: ...
+    @property
+    def reads_in_place(self) -> bool: ...
+    def allreduce(self, size: float, *, pieces: int = 1) -> float: ...
+    def reduce(self, size: float, *, pieces: int = 1) -> float: ...
+    def gather(self, size: float, *, pieces: int = 1) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """Collectives as measured among these ranks."""
+
+    all_reduce: Collective
+    reduce_scatter: Collective
+    all_gather: Collective
+    by_computing: bool
+
+    @property
+    def reads_in_place(self) -> bool:
+        return self.by_computing
+
+    def allreduce(self, size: float, *, pieces: int = 1) -> float:
+        return _seconds(self.all_reduce, size, pieces)
+
+    def reduce(self, size: float, *, pieces: int = 1) -> float:
+        return _seconds(self.reduce_scatter, size, pieces)
+
+    def gather(self, size: float, *, pieces: int = 1) -> float:
+        return _seconds(self.all_gather, size, pieces)
+
+
+def _seconds(collective: Collective, size: float, pieces: int) -> float:
+    return size / collective.bytes_per_second + pieces * collective.latency_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +64,19 @@ class Ring:
     ranks: int
     bytes_per_second: float
     latency_seconds: float
+    by_computing: bool = False
+    reads_in_place: bool = False
 
     def allreduce(self, size: float, *, pieces: int = 1) -> float:
         """Seconds to sum `size` bytes, in so many collectives."""
         return 2 * self._share * size / self.bytes_per_second + pieces * self.latency_seconds
 
+    def reduce(self, size: float, *, pieces: int = 1) -> float:
+        """Seconds to reduce and scatter, as long as to gather them."""
+        return self.gather(size, pieces=pieces)
+
     def gather(self, size: float, *, pieces: int = 1) -> float:
-        """Seconds to gather, or to reduce and scatter, `size` bytes in all: half of an all-reduce's traffic."""
+        """Seconds to gather `size` bytes in all: half of an all-reduce's traffic."""
         return self._share * size / self.bytes_per_second + pieces * self.latency_seconds
 
     def send(self, size: float) -> float:
@@ -34,6 +86,15 @@ class Ring:
     @property
     def _share(self) -> float:
         return (self.ranks - 1) / self.ranks
+
+
+def data_group(hardware: HardwareProfile, *, ranks: int, stride: int, precision: Precision) -> Group:
+    """The group of every `stride`-th device, which sends gradients in this precision: as calibrated, if it was."""
+    gather = hardware.all_gather
+    if gather is None or ranks != hardware.world_size or precision not in hardware.reduce_scatter:
+        return ring(hardware, ranks=ranks, stride=stride)
+    return Calibrated(all_reduce=hardware.all_reduce[precision], reduce_scatter=hardware.reduce_scatter[precision],
+                      all_gather=gather, by_computing=hardware.device_type == "cpu")
 
 
 def ring(hardware: HardwareProfile, *, ranks: int, stride: int) -> Ring:

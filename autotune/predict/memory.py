@@ -14,7 +14,7 @@ converted gradients; the terms are those of the phase that needs more.
 
 from dataclasses import dataclass
 
-from autotune.predict.parallel import Parallel, activation_bytes
+from autotune.predict.parallel import ALONE, Parallel, activation_bytes
 from engine.config import OptimizerConfig, TrainConfig
 from engine.profile import ModelProfile
 from engine.values import BYTES_PER_ELEMENT
@@ -24,7 +24,7 @@ MASTER_BYTES = 4
 
 _KEPT_BLOCKS = 2
 
-CPU_SCRATCH_BYTES = 12 * 2**20
+CPU_SCRATCH_BYTES = 5 * 2**20
 """What the CPU's math libraries keep for themselves in 16 bit; measured beyond the tensors of real trials."""
 
 
@@ -64,14 +64,16 @@ def memory_terms(situation: Situation, config: TrainConfig) -> MemoryTerms:
     model = situation.model
     parameters = parameter_bytes(model, config, situation.world_size)
     on_device, on_host = optimizer_bytes(situation, config)
-    activations, transient = activation_bytes(situation.whole, config, situation.parallel)
+    activations, transient, gradients = _backward_peak(situation, config)
     scratch = CPU_SCRATCH_BYTES if situation.device_is_host and config.precision != "fp32" else 0
     reducing, updating = reduce_buffer_bytes(situation, config), gather_buffer_bytes(situation, config)
-    if updating > reducing + activations + transient:
-        reducing, activations, transient = updating, 0, 0
+    all_gradients = max(gradient_bytes(model, config, situation.world_size) - _gradients_in_rooms(situation, config), 0)
+    kept = reducing if situation.device_is_host else 0  # rooms stay
+    if kept + updating + all_gradients > reducing + activations + transient + gradients:
+        reducing, activations, transient, gradients = kept + updating, 0, 0, all_gradients
     device = {
         "parameters": 0 if config.offload_param else parameters,
-        "gradients": gradient_bytes(model, config, situation.world_size),
+        "gradients": gradients,
         "optimizer": on_device,
         "model_buffers": model.buffer_bytes,
         "buckets": reducing,
@@ -85,6 +87,26 @@ def memory_terms(situation: Situation, config: TrainConfig) -> MemoryTerms:
         "buckets": staging_bytes(situation, config),
     }
     return MemoryTerms(device=device, host=host)
+
+
+def _backward_peak(situation: Situation, config: TrainConfig) -> tuple[int, int, int]:
+    """(activations, transient, gradients) where their sum is largest. With one micro-batch gradients come as
+    activations go; with several, those of the ones before are there from the beginning."""
+    gradients = gradient_bytes(situation.model, config, situation.world_size)
+    entry = situation.whole.activation(config.activation_checkpointing, config.precision)
+    if situation.parallel != ALONE or not entry.backward:
+        return *activation_bytes(situation.whole, config, situation.parallel), gradients
+    size, trained = config.micro_batch_size, max(situation.model.trainable_parameters, 1)
+    elsewhere = _gradients_in_rooms(situation, config)
+    held, total, there = 0, -1, gradients
+    for point in entry.backward:
+        bytes_then = point.fixed + size * point.per_sample
+        gradients_then = gradients if config.gradient_accumulation_steps > 1 else max(
+            gradients * point.gradients // trained - elsewhere, 0)
+        if bytes_then + gradients_then > total:
+            held, there, total = bytes_then, gradients_then, bytes_then + gradients_then
+    saved = min(size * entry.saved_per_sample, held)
+    return saved, held - saved, there
 
 
 def shard(elements: int, world_size: int) -> int:
@@ -108,9 +130,9 @@ def gradient_bytes(model: ModelProfile, config: TrainConfig, world_size: int) ->
 
     Stage 1 keeps whole ones over micro-batches only; with one, each bucket is reduced to a shard once it is there.
     """
-    whole = config.zero_stage < 2 and not _reduces_at_once(config)
+    whole = config.zero_stage < 2 and not reduces_at_once(config)
     elements = model.trainable_parameters if whole else shard(model.trainable_parameters, world_size)
-    return elements * _held_bytes(config)
+    return elements * held_bytes(config)
 
 
 def states_per_parameter(optimizer: OptimizerConfig) -> int:
@@ -158,28 +180,46 @@ def reduce_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
     wire = BYTES_PER_ELEMENT[config.reduce_dtype]
     under_way = 2 if config.overlap_comm else 1
     received = 0 if config.zero_stage == 0 else shard(elements, ranks)  # stage 0 reduces in place
-    copied = elements if config.zero_stage < 2 and _held_bytes(config) != wire else 0
-    collected = elements * (under_way + 1) if _reduces_at_once(config) else 0
+    copied = elements if config.zero_stage < 2 and held_bytes(config) != wire else 0
+    collected = elements * (under_way + 1) if reduces_at_once(config) else 0
     return wire * (under_way * (received + copied) + collected)
 
 
 def _room_bytes(situation: Situation, config: TrainConfig) -> int:
     """Of ranks that share memory: rooms for the buckets under way and the one being filled, which are read where they
-    lie, and the sum of one on its way to those of earlier micro-batches.
-
-    Stage 0 sums in place, so its rooms hold gradients that are counted already; so do those of stage 1 that keep fp32
-    gradients over micro-batches, whose shards come on top.
+    lie, and from stage 2 on the sum of one on its way to those of earlier micro-batches. Sums that stage 0 keeps in the
+    dtype that is sent lie in rooms themselves, but for those that no overlap leaves time to; at stage 1 their shards
+    need more.
     """
     model = situation.model
-    wire, held = BYTES_PER_ELEMENT[config.reduce_dtype], _held_bytes(config)
-    rooms = (3 if config.overlap_comm else 2) * _bucket_elements(model, config)
-    rooms_bytes = min(rooms, model.trainable_parameters) * wire
-    if _reduces_at_once(config) or held != wire:
-        return rooms_bytes + shard(_bucket_elements(model, config), situation.world_size) * held
-    return 0 if config.zero_stage == 0 else shard(model.trainable_parameters, situation.world_size) * held
+    wire, held = BYTES_PER_ELEMENT[config.reduce_dtype], held_bytes(config)
+    rooms_bytes = _room_elements(model, config) * wire
+    if reduces_at_once(config):
+        added = config.gradient_accumulation_steps > 1
+        return rooms_bytes + (shard(_bucket_elements(model, config), situation.world_size) * held if added else 0)
+    if held != wire:
+        return rooms_bytes
+    if config.zero_stage == 0:
+        return 0 if config.overlap_comm else rooms_bytes
+    return max(rooms_bytes, shard(model.trainable_parameters, situation.world_size) * held)
 
 
-def _reduces_at_once(config: TrainConfig) -> bool:
+def _room_elements(model: ModelProfile, config: TrainConfig) -> int:
+    """One room for the largest bucket; the others for those of the usual size."""
+    usual = max(config.reduce_bucket_size, model.largest_block_parameter or model.largest_parameter)
+    others = (2 if config.overlap_comm else 1) * usual
+    return min(_bucket_elements(model, config) + others, model.trainable_parameters)
+
+
+def _gradients_in_rooms(situation: Situation, config: TrainConfig) -> int:
+    """Bytes of stage 0's gradients of one micro-batch that lie where they were reduced, and are counted there."""
+    if not situation.device_is_host or config.zero_stage or config.gradient_accumulation_steps > 1 \
+            or situation.world_size == 1:
+        return 0
+    return _room_elements(situation.model, config) * BYTES_PER_ELEMENT[config.reduce_dtype]
+
+
+def reduces_at_once(config: TrainConfig) -> bool:
     """Whether no gradients are kept beside the shards and the buckets under way."""
     return config.zero_stage >= 2 or (config.zero_stage == 1 and config.gradient_accumulation_steps == 1)
 
@@ -192,7 +232,7 @@ def gather_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
     """
     model, ranks = situation.model, situation.world_size
     converted = 0
-    if _held_bytes(config) != _optimizer_element_bytes(config):
+    if held_bytes(config) != _optimizer_element_bytes(config):
         bucket = shard(_bucket_elements(model, config), ranks if config.zero_stage >= 1 else 1)
         converted = round(2 * bucket * (1 - config.offload_optimizer_ratio)) * _optimizer_element_bytes(config)
     in_place = ranks == 1 or situation.device_is_host or config.zero_stage not in (1, 2)
@@ -222,14 +262,15 @@ def staging_bytes(situation: Situation, config: TrainConfig) -> int:
         return 0
     ranks = situation.world_size if config.zero_stage >= 1 else 1
     elements = round(shard(_bucket_elements(situation.model, config), ranks) * config.offload_optimizer_ratio)
-    return 2 * elements * (_held_bytes(config) + BYTES_PER_ELEMENT[config.precision])
+    return 2 * elements * (held_bytes(config) + BYTES_PER_ELEMENT[config.precision])
 
 
 def _bucket_elements(model: ModelProfile, config: TrainConfig) -> int:
     return min(max(config.reduce_bucket_size, model.largest_parameter), model.trainable_parameters)
 
 
-def _held_bytes(config: TrainConfig) -> int:
+def held_bytes(config: TrainConfig) -> int:
+    """Of an element of the gradients that are kept until the step."""
     return MASTER_BYTES if config.gradient_accumulation_steps > 1 else BYTES_PER_ELEMENT[config.reduce_dtype]
 
 

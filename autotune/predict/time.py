@@ -6,9 +6,10 @@ devices is in the `HardwareProfile`, what is the same everywhere in `Constants`.
 
 from dataclasses import dataclass
 
-from autotune.predict.communication import Ring, ring
+from autotune.predict.communication import Group, data_group, ring
 from autotune.predict.constants import Constants
-from autotune.predict.memory import Situation, owned, states_per_parameter
+from autotune.predict.memory import Situation, held_bytes, owned, reduces_at_once, states_per_parameter
+from autotune.predict.operators import counted_work, operator_costs, operator_seconds
 from autotune.predict.parallel import hidden_size, saved_bytes, stage_blocks
 from engine.config import Checkpointing, TrainConfig
 from engine.profile import HardwareProfile
@@ -20,6 +21,12 @@ _OPERATIONS_PER_TENSOR = 15
 """Started per parameter tensor in forward and backward; residuals, activations and norms are among them."""
 
 _UPDATES_PER_TENSOR = 2
+
+_SELECTIVE_LAUNCHES = 15
+"""Selective checkpointing sees each operator in Python, in forward and recomputation, for so many times as long."""
+
+_HOOK_LAUNCHES = 6
+"""A gradient's hook runs in Python, and takes the time of so many operations."""
 
 _LAUNCH_SECONDS = 3e-6
 """The host's, per operation, where it was not measured."""
@@ -98,7 +105,9 @@ class _MicroBatch:
     Attributes:
         blocks: forward and backward pass of a pipeline stage's blocks.
         recompute: in its backward pass.
-        head: forward and backward pass of what comes after the blocks, at the last stage.
+        head: forward and backward pass of what comes after the blocks, at the last stage; where operators were counted,
+            it is among the blocks.
+        gradients: taking them over, in its backward pass.
         exchange: all-reduces of tensor parallelism in the stage's blocks.
         head_exchange: those outside of blocks.
         transfer: to the next pipeline stage and back.
@@ -107,6 +116,7 @@ class _MicroBatch:
     blocks: float
     recompute: float
     head: float
+    gradients: float
     exchange: float
     head_exchange: float
     transfer: float
@@ -114,7 +124,7 @@ class _MicroBatch:
     @property
     def stage(self) -> float:
         """Of a pipeline stage that is not the last."""
-        return self.blocks + self.recompute + self.exchange + self.transfer
+        return self.blocks + self.recompute + self.gradients + self.exchange + self.transfer
 
 
 def step_terms(situation: Situation, hardware: HardwareProfile, config: TrainConfig,
@@ -131,7 +141,7 @@ def step_terms(situation: Situation, hardware: HardwareProfile, config: TrainCon
     micro, steps = _micro_batch(point), config.gradient_accumulation_steps
     passes, recompute = steps * (micro.blocks + micro.head), steps * micro.recompute
     forward = constants.forward_share * passes
-    backward = passes - forward
+    backward = passes - forward + steps * micro.gradients
     beside = backward + recompute + (forward if config.zero_stage == 3 else 0.0)
     update, host = _update_seconds(point)
     return {
@@ -150,19 +160,55 @@ def step_terms(situation: Situation, hardware: HardwareProfile, config: TrainCon
 def _micro_batch(point: _Point) -> _MicroBatch:
     model, tensor, config = point.situation.whole, point.situation.parallel.tensor, point.config
     blocks = max(model.block_count, 1)
-    products, scores, traffic = _block_seconds(point)
-    launches = model.parameter_tensors * _OPERATIONS_PER_TENSOR
-    both = point.started(products + scores, traffic, launches)
-    again = point.constants.forward_share * {
-        "none": 0.0, "selective": point.started(0.0, traffic, launches), "full": both}[config.activation_checkpointing]
+    both, again, launches = _counted_seconds(point) or _block_passes(point)
     exchanges = _BLOCK_EXCHANGES + (_BLOCK_EXCHANGES / 2 if config.activation_checkpointing == "full" else 0)
     message = point.tokens * hidden_size(model) * point.width
     exchange = ring(point.hardware, ranks=tensor, stride=1).allreduce(message) if tensor > 1 else 0.0
     share = stage_blocks(model, point.situation.parallel) / blocks
     return _MicroBatch(
-        blocks=share * both, recompute=share * again, head=_head_seconds(point, launches / blocks),
+        blocks=share * both, recompute=share * again,
+        head=0.0 if model.work else _head_seconds(point, launches / blocks),
+        gradients=_gradient_seconds(point) if model.work else 0.0,
         exchange=share * blocks * exchanges * exchange, head_exchange=_OUTER_EXCHANGES * exchange,
         transfer=_transfer_seconds(point, message))
+
+
+def _counted_seconds(point: _Point) -> tuple[float, float, float] | None:
+    """(forward and backward, recompute, operators) of all that the model does, as counted; None where it was not."""
+    model, config, tensor = point.situation.whole, point.config, point.situation.parallel.tensor
+    plain, chosen = (counted_work(model, choice, config.precision) for choice in (
+        _probed_choice(point), config.activation_checkpointing))
+    if plain is None or chosen is None:
+        return None
+    costs = operator_costs(point.hardware, config.precision, point.constants)
+    whole, cut, logits = saved_bytes(model, config, _probed_choice(point))
+    uncut = (whole + (cut + logits) / tensor) / max(whole + cut + logits, 1.0)
+    found = []
+    for work in (plain, chosen):
+        products, traffic, kernels = operator_seconds(work, config.micro_batch_size, costs)
+        kernels *= _SELECTIVE_LAUNCHES if work.checkpointing == "selective" else 1
+        found.append((point.started(products / tensor, uncut * traffic, kernels), kernels))
+    return found[0][0], max(found[1][0] - found[0][0], 0.0), found[0][1]
+
+
+def _gradient_seconds(point: _Point) -> float:
+    """What the engine does with the gradients of a micro-batch: copies them where they are reduced from, or adds them
+    to the sums."""
+    config, model = point.config, point.situation.model
+    own, held = point.width, held_bytes(config)
+    moved = own + held if reduces_at_once(config) else own + 2 * held + (2 * held if own != held else 0)
+    return (model.trainable_parameters * moved / point.traffic_rate
+            + model.parameter_tensors * _HOOK_LAUNCHES * point.launch_seconds)
+
+
+def _block_passes(point: _Point) -> tuple[float, float, float]:
+    """(forward and backward, recompute, operators) of the blocks, from their dimensions."""
+    products, scores, traffic = _block_seconds(point)
+    launches = point.situation.whole.parameter_tensors * _OPERATIONS_PER_TENSOR
+    both = point.started(products + scores, traffic, launches)
+    return both, point.constants.forward_share * {
+        "none": 0.0, "selective": point.started(0.0, traffic, launches), "full": both,
+    }[point.config.activation_checkpointing], launches
 
 
 def _block_seconds(point: _Point) -> tuple[float, float, float]:
@@ -219,33 +265,33 @@ def _exposed_seconds(point: _Point, beside: float) -> float:
     """Communication between the ranks that hold the same part, as far as computing for so long does not hide it."""
     if point.situation.world_size == 1:
         return 0.0
-    seconds = _data_seconds(point, ring(point.hardware, ranks=point.situation.world_size,
-                                        stride=point.situation.parallel.tensor))
-    if not point.config.overlap_comm:
+    group = data_group(point.hardware, ranks=point.situation.world_size, stride=point.situation.parallel.tensor,
+                       precision=point.config.reduce_dtype)
+    seconds = _data_seconds(point, group)
+    if not point.config.overlap_comm or group.by_computing:
         return seconds
     least = _EXPOSED_ON_CPU if point.situation.device_is_host else point.constants.exposed_share
     return max(least * seconds, seconds - point.constants.hidden_share * beside)
 
 
-def _data_seconds(point: _Point, group: Ring) -> float:
+def _data_seconds(point: _Point, group: Group) -> float:
     """Stages 0 and 1 communicate once per step, 2 and 3 once per micro-batch; an all-reduce is a reduce-scatter and
     an all-gather (arXiv 1910.02054, section 7)."""
     model, config = point.situation.model, point.config
     gradients = model.trainable_parameters * BYTES_PER_ELEMENT[config.reduce_dtype]
     buckets = _pieces(model.trainable_parameters, config.reduce_bucket_size)
-    match config.zero_stage:
-        case 0:
-            return group.allreduce(gradients, pieces=buckets)
-        case 1 | 2:
-            reductions = 1 if config.zero_stage == 1 else config.gradient_accumulation_steps
-            gathers = _pieces(model.trainable_parameters, config.allgather_bucket_size)
-            return (reductions * group.gather(gradients, pieces=buckets)
-                    + group.gather(model.trainable_parameters * point.width, pieces=gathers))
-        case _:
-            gathers = max(model.block_count, 1) + 1
-            return config.gradient_accumulation_steps * (
-                group.gather(gradients, pieces=buckets)
-                + 2 * group.gather(model.parameters * point.width, pieces=gathers))
+    reductions = 1 if config.zero_stage < 2 else config.gradient_accumulation_steps
+    if config.zero_stage == 0:
+        return group.allreduce(gradients, pieces=buckets)
+    reduced = reductions * group.reduce(gradients, pieces=buckets)
+    if config.zero_stage < 3:
+        gathers = _pieces(model.trainable_parameters, config.allgather_bucket_size)
+        return reduced + group.gather(model.trainable_parameters * point.width, pieces=gathers)
+    if group.reads_in_place:
+        return reduced
+    gathers = max(model.block_count, 1) + 1
+    return reduced + 2 * config.gradient_accumulation_steps * group.gather(
+        model.parameters * point.width, pieces=gathers)
 
 
 def _pieces(elements: int, bucket: int) -> int:
@@ -259,8 +305,11 @@ def _update_seconds(point: _Point) -> tuple[float, float]:
     elements = owned(situation.model, config, situation.world_size)
     state_bytes = 4 if config.optimizer_precision == "fp32" else point.width
     traffic = elements * state_bytes * (3 + 2 * states_per_parameter(situation.optimizer))
-    host_rate = point.traffic_rate if situation.device_is_host else _HOST_BYTES_PER_SECOND
-    update = traffic * ((1 - ratio) / point.traffic_rate + ratio / host_rate)
+    device_rate = point.hardware.update_bytes_per_second or point.traffic_rate
+    host_rate = device_rate if situation.device_is_host else _HOST_BYTES_PER_SECOND
+    update = traffic * ((1 - ratio) / device_rate + ratio / host_rate)
+    if state_bytes != point.width:
+        update += elements * (held_bytes(config) + 2 * state_bytes + point.width) / point.traffic_rate
     update += situation.model.parameter_tensors * _UPDATES_PER_TENSOR * point.launch_seconds
     crossing = 2 * elements * point.width * ratio
     if config.offload_param:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from engine.calibrate import calibrate, can_train, hardware_fingerprint, matmul_flops_per_second
+from engine.calibrate import _cost, _Sample, calibrate, can_train, hardware_fingerprint, matmul_flops_per_second
 from engine.process import host_memory_bytes
 from engine.ranks import RankContext
 
@@ -30,6 +30,29 @@ def test_one_rank_is_calibrated_within_ten_seconds() -> None:
     assert profile.memory_bytes == profile.host_memory_bytes // 2
     assert profile.host_memory_bytes < host_memory_bytes()
     assert profile.software["torch"] == torch.__version__
+    assert 1e-8 < (profile.launch_seconds or 0) < 1e-4
+    assert 1e8 < (profile.update_bytes_per_second or 0) < 1e12
+    assert (profile.reduce_scatter, profile.all_reduce, profile.all_gather) == ({}, {}, None)
+    costs = profile.operators["fp32"]
+    assert costs["product"].seconds_per_flop == pytest.approx(1 / profile.matmul_flops_per_second["fp32"], rel=0.6)
+    assert 1e-12 < costs["other"].seconds_per_byte < 1e-8
+
+
+def test_costs_are_the_line_through_the_samples() -> None:
+    samples = [_Sample(flops, moved, 3e-9 * flops + 2e-10 * moved)
+               for flops, moved in ((1e6, 1e6), (1e6, 1e8), (1e8, 1e6))]
+    cost = _cost(samples)
+    assert (cost.seconds_per_flop, cost.seconds_per_byte) == (pytest.approx(3e-9), pytest.approx(2e-10))
+
+
+@pytest.mark.parametrize(("samples", "expected"), [
+    ([_Sample(0.0, 1e6, 1e-3), _Sample(0.0, 2e6, 2e-3)], (0.0, 1e-9)),  # nothing but bytes
+    ([_Sample(1e6, 1e6, 1e-3), _Sample(2e6, 1.5e6, 2e-3)], (1e-9, 0.0)),  # bytes explain nothing
+    ([_Sample(1e6, 1e6, 1e-3), _Sample(3e6, 1e6, 1e-3)], (0.0, 1e-9)),  # operations explain nothing
+])
+def test_no_cost_is_negative(samples: list[_Sample], expected: tuple[float, float]) -> None:
+    cost = _cost(samples)
+    assert (cost.seconds_per_flop, cost.seconds_per_byte) == pytest.approx(expected)
 
 
 def test_a_precision_that_does_not_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,34 @@ def test_fake_activations_equal_those_of_real_tensors(size: int) -> None:
     assert entry.peak_per_sample * size + entry.fixed == pytest.approx(tracker.peak_bytes + inputs, rel=0.02)
 
 
+def test_every_operator_is_counted_in_its_class() -> None:
+    """The products are the formula's; each reads two matrices and writes one, of weights once for all samples."""
+    tokens, hidden, layers, vocab = 32, 64, 3, 512
+    profile = probe(GPT, precisions=("fp32",))
+    none, full = (next(work for work in profile.work if work.checkpointing == choice) for choice in ("none", "full"))
+    weights = layers * 12 * hidden**2 + vocab * hidden
+    product, attention = none.operators["product"], none.operators["attention"]
+    assert product.flops_per_sample == pytest.approx(6 * weights * tokens, rel=0.01)
+    assert product.bytes_fixed == pytest.approx(3 * 4 * weights, rel=0.03)  # read twice, and their gradients written
+    assert attention.flops_per_sample == pytest.approx(14 * layers * tokens**2 * hidden, rel=0.01)  # 2 + 5 products
+    again = full.operators["product"].flops_per_sample - product.flops_per_sample
+    assert again == pytest.approx(2 * layers * 8 * hidden**2 * tokens)  # backward needs no block's last product
+    assert none.operators["other"].flops_per_sample == 0
+    assert none.operators["other"].bytes_per_sample > 0
+
+
+def test_activations_go_as_gradients_come() -> None:
+    profile = probe(GPT, precisions=("fp32",))
+    entry = profile.activation("none", "fp32")
+    first, last = entry.backward[0], entry.backward[-1]
+    assert [point.gradients for point in entry.backward] == sorted(point.gradients for point in entry.backward)
+    assert last.gradients == profile.trainable_parameters
+    for size in (2, 8):
+        assert max(point.fixed + size * point.per_sample for point in entry.backward) == pytest.approx(
+            entry.fixed + size * entry.peak_per_sample, rel=0.02)
+    assert last.per_sample < 0.2 * first.per_sample
+
+
 def test_checkpointing_and_narrow_types_save_activations() -> None:
     profile = probe(GPT)
     for precision in ("fp32", "bf16", "fp16"):

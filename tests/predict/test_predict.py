@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autotune.predict import predict
 from autotune.search.knobs import KNOBS
 from engine.config import OptimizerConfig, TrainConfig
-from engine.profile import ActivationBytes, ModelProfile
+from engine.profile import ActivationBytes, BackwardPoint, ModelProfile, OperatorCost, OperatorWork, PassWork
 from tests.search.support import MIB, hardware_profile, model_profile
 
 ADAMW = OptimizerConfig()
@@ -184,10 +184,51 @@ def test_activations_grow_with_the_micro_batch_by_what_was_measured() -> None:
 
 
 def test_on_a_cpu_the_scratch_memory_of_its_libraries_counts() -> None:
-    for precision, scratch in (("fp32", 0), ("bf16", 12 * MIB)):
-        cpu, cuda = (prediction(model_profile(), TrainConfig.model_validate({"precision": precision}),
-                                device_type=kind).peak_device_bytes for kind in ("cpu", "cuda"))
+    for precision, scratch in (("fp32", 0), ("bf16", 5 * MIB)):
+        cpu, cuda = (prediction(model_profile(), TrainConfig.model_validate({"precision": precision}), world_size=1,
+                                device_type=kind).device_bytes["workspace"] for kind in ("cpu", "cuda"))
         assert cpu - cuda == scratch
+
+
+def _timeline(*points: tuple[int, int, int]) -> ModelProfile:
+    """(gradients, fixed, per sample) each; the model has 4 MiB parameters."""
+    return model_profile(activations=(ActivationBytes(
+        checkpointing="none", precision="fp32", saved_per_sample=4 * MIB, peak_per_sample=5 * MIB,
+        backward=tuple(BackwardPoint(gradients=part * model_profile().trainable_parameters // 4, fixed=fixed * MIB,
+                                     per_sample=each * MIB) for part, fixed, each in points)),))
+
+
+def test_gradients_of_one_micro_batch_come_as_its_activations_go() -> None:
+    model = _timeline((0, 0, 5), (2, 1, 2), (4, 3, 0))
+    gradients = 4 * model.trainable_parameters
+
+    def backward(size: int, steps: int) -> int:
+        config = TrainConfig(micro_batch_size=size, gradient_accumulation_steps=steps)
+        found = prediction(model, config, world_size=1, device_type="cuda").device_bytes
+        return found["gradients"] + found["activations"] + found["workspace"]
+
+    for size in (1, 2, 8):
+        assert backward(size, 1) == max(5 * size * MIB, (1 + 2 * size) * MIB + gradients // 2, 3 * MIB + gradients)
+        assert backward(size, 2) == gradients + max(5 * size * MIB, (1 + 2 * size) * MIB, 3 * MIB)
+
+
+def test_counted_operators_cost_their_operations_and_bytes() -> None:
+    """A product of 2 s, attention of 3 s and 5 s of everything else; full checkpointing does half of it again."""
+    work = {"product": (2.0, 0.0), "attention": (0.0, 3.0), "other": (0.0, 5.0)}
+
+    def done(share: float) -> dict[str, OperatorWork]:
+        return {kind: OperatorWork(flops_per_sample=share * flops / 2, bytes_per_sample=0.0,
+                                   bytes_fixed=share * moved, kernels=0.0) for kind, (flops, moved) in work.items()}
+
+    model = model_profile(work=tuple(PassWork.model_validate(
+        {"checkpointing": choice, "precision": "fp32", "operators": done(share)})
+        for choice, share in (("none", 1.0), ("full", 1.5))))
+    hardware = {"operators": {"fp32": dict.fromkeys(work, OperatorCost(seconds_per_flop=1.0, seconds_per_byte=1.0))}}
+    config = TrainConfig(micro_batch_size=2, activation_checkpointing="full")
+    found = prediction(model, config, world_size=1, **hardware)
+    assert found.seconds["forward"] == pytest.approx(0.3 * 10)
+    assert found.seconds["forward"] + found.seconds["backward"] == pytest.approx(10, rel=0.01)
+    assert found.seconds["recompute"] == pytest.approx(5)
 
 
 def test_for_a_small_model_with_large_buckets_stage_0_needs_least() -> None:
