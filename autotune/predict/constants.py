@@ -10,7 +10,6 @@ class Constants:
     Attributes:
         activation_traffic: bytes moved by all that is not a matrix product, forward and backward, over the bytes of
             activations saved without checkpointing. Short kernels reach a part of the copy rate, which counts here.
-        kernel_traffic_rate: bytes per second of short kernels, where each was counted, over those of a large copy.
         fused_attention_rate: operations per second of fused attention, masked ones included, over those of large
             matrix products.
         unaligned_rate: rate of an accelerator's matrix products whose rows do not start at multiples of 16 bytes, over
@@ -25,7 +24,6 @@ class Constants:
     """
 
     activation_traffic: float = 8.6
-    kernel_traffic_rate: float = 0.5
     fused_attention_rate: float = 0.63
     unaligned_rate: float = 0.48
     product_launches: float = 0.5

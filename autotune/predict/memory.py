@@ -188,8 +188,8 @@ def reduce_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
 def _room_bytes(situation: Situation, config: TrainConfig) -> int:
     """Of ranks that share memory: rooms for the buckets under way and the one being filled, which are read where they
     lie, and from stage 2 on the sum of one on its way to those of earlier micro-batches. Sums that stage 0 keeps in the
-    dtype that is sent lie in rooms themselves, but for those that no overlap leaves time to; at stage 1 their shards
-    need more.
+    dtype that is sent lie in rooms themselves, unless one bucket is reduced at a time; then stage 1's shards
+    need more than the rooms.
     """
     model = situation.model
     wire, held = BYTES_PER_ELEMENT[config.reduce_dtype], held_bytes(config)
@@ -201,6 +201,8 @@ def _room_bytes(situation: Situation, config: TrainConfig) -> int:
         return rooms_bytes
     if config.zero_stage == 0:
         return 0 if config.overlap_comm else rooms_bytes
+    if config.overlap_comm:
+        return rooms_bytes
     return max(rooms_bytes, shard(model.trainable_parameters, situation.world_size) * held)
 
 

@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
-from autotune.predict.constants import Constants
 from engine.config import Checkpointing
-from engine.profile import HardwareProfile, ModelProfile, OperatorClass, OperatorCost, PassWork
+from engine.profile import ModelProfile, OperatorClass, OperatorCost, PassWork
 from engine.values import Precision
 
 
@@ -35,19 +34,3 @@ def operator_seconds(work: PassWork, samples: int, costs: dict[OperatorClass, Op
                for kind, done in work.operators.items()}
     return ClassSeconds(seconds["product"] + seconds["attention"], seconds["other"],
                         sum(done.kernels for done in work.operators.values()))
-
-
-def operator_costs(hardware: HardwareProfile, precision: Precision, constants: Constants
-                   ) -> dict[OperatorClass, OperatorCost]:
-    """As measured, else from the rates of large products and of traffic.
-
-    Raises:
-        KeyError: the precision's rate is unknown.
-    """
-    if precision in hardware.operators:
-        return hardware.operators[precision]
-    per_flop = 1 / hardware.matmul_flops_per_second[precision]
-    per_byte = 1 / (2 * hardware.copy_bytes_per_second)
-    return {"product": OperatorCost(seconds_per_flop=per_flop, seconds_per_byte=per_byte),
-            "attention": OperatorCost(seconds_per_flop=per_flop / constants.fused_attention_rate, seconds_per_byte=0.0),
-            "other": OperatorCost(seconds_per_flop=0.0, seconds_per_byte=per_byte / constants.kernel_traffic_rate)}

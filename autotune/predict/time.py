@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autotune.predict.communication import Group, data_group, ring
 from autotune.predict.constants import Constants
 from autotune.predict.memory import Situation, held_bytes, owned, reduces_at_once, states_per_parameter
-from autotune.predict.operators import counted_work, operator_costs, operator_seconds
+from autotune.predict.operators import counted_work, operator_seconds
 from autotune.predict.parallel import hidden_size, saved_bytes, stage_blocks
 from engine.config import Checkpointing, TrainConfig
 from engine.profile import HardwareProfile
@@ -160,27 +160,29 @@ def step_terms(situation: Situation, hardware: HardwareProfile, config: TrainCon
 def _micro_batch(point: _Point) -> _MicroBatch:
     model, tensor, config = point.situation.whole, point.situation.parallel.tensor, point.config
     blocks = max(model.block_count, 1)
-    both, again, launches = _counted_seconds(point) or _block_passes(point)
+    counted = _counted_seconds(point)
+    both, again, launches = counted or _block_passes(point)
     exchanges = _BLOCK_EXCHANGES + (_BLOCK_EXCHANGES / 2 if config.activation_checkpointing == "full" else 0)
     message = point.tokens * hidden_size(model) * point.width
     exchange = ring(point.hardware, ranks=tensor, stride=1).allreduce(message) if tensor > 1 else 0.0
     share = stage_blocks(model, point.situation.parallel) / blocks
     return _MicroBatch(
         blocks=share * both, recompute=share * again,
-        head=0.0 if model.work else _head_seconds(point, launches / blocks),
-        gradients=_gradient_seconds(point) if model.work else 0.0,
+        head=0.0 if counted else _head_seconds(point, launches / blocks),
+        gradients=_gradient_seconds(point) if counted else 0.0,
         exchange=share * blocks * exchanges * exchange, head_exchange=_OUTER_EXCHANGES * exchange,
         transfer=_transfer_seconds(point, message))
 
 
 def _counted_seconds(point: _Point) -> tuple[float, float, float] | None:
-    """(forward and backward, recompute, operators) of all that the model does, as counted; None where it was not."""
+    """(forward and backward, recompute, operators) of all that the model does, as counted; None where it was not,
+    or where operators of this precision were not calibrated: the constants were found without counting."""
     model, config, tensor = point.situation.whole, point.config, point.situation.parallel.tensor
     plain, chosen = (counted_work(model, choice, config.precision) for choice in (
         _probed_choice(point), config.activation_checkpointing))
-    if plain is None or chosen is None:
+    costs = point.hardware.operators.get(config.precision)
+    if plain is None or chosen is None or costs is None:
         return None
-    costs = operator_costs(point.hardware, config.precision, point.constants)
     whole, cut, logits = saved_bytes(model, config, _probed_choice(point))
     uncut = (whole + (cut + logits) / tensor) / max(whole + cut + logits, 1.0)
     found = []
