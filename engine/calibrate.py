@@ -21,6 +21,7 @@ from engine.precision import DTYPES
 from engine.process import cpu_name, host_memory_bytes
 from engine.profile import Collective, HardwareProfile, OperatorClass, OperatorCost
 from engine.ranks import RankContext
+from engine.transports.base import PendingSum
 from engine.values import Precision
 
 _MATMUL_SECONDS = 0.4
@@ -33,11 +34,10 @@ _LAUNCHES = 200
 _OPERATOR_SECONDS = 0.06
 _COLD_BYTES = 48 * 2**20
 """Weights are read from memory, not from a cache that holds a few of them."""
-_COLLECTIVE_BYTES = (2**16, 4 * 2**20)
+_COLLECTIVE_BYTES = {True: (2**16, 4 * 2**20), False: (2**20, 128 * 2**20)}
+"""Of small and large messages, by whether the device is a CPU."""
 _SLOW_FLOPS_PER_SECOND = 1e10
 """A precision so slow is calibrated by its products alone."""
-_VERSION = "2"
-"""Profiles of another one are measured anew."""
 _HOST_RESERVE = 0.1
 """Share of the host's memory that is left to everything else."""
 
@@ -59,7 +59,7 @@ def calibrate(context: RankContext) -> HardwareProfile:
     device_name = cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
     operators = {name: operator_costs(context, name) for name in precisions if rates[name] > _SLOW_FLOPS_PER_SECOND}
     collectives = _collectives(context, tuple(operators))
-    software = {"torch": torch.__version__, "threads_per_rank": str(torch.get_num_threads()), "calibration": _VERSION}
+    software = {"torch": torch.__version__, "threads_per_rank": str(torch.get_num_threads())}
     return HardwareProfile(
         fingerprint=hardware_fingerprint(device.type, device_name, context.world_size, memory, software),
         device_type=device.type, device_name=device_name, world_size=context.world_size, memory_bytes=memory,
@@ -232,37 +232,38 @@ def _collectives(context: RankContext, precisions: Sequence[Precision]) -> _Coll
     if context.world_size == 1:
         return _Collectives({}, {}, None)
     ranks = Ranks(dist.group.WORLD, device=context.device)
+    piece = 4 * context.world_size  # a number for every rank in each dtype
+    sizes = tuple(-(-size // piece) * piece for size in _COLLECTIVE_BYTES[context.device.type == "cpu"])
     try:
-        largest = max(_COLLECTIVE_BYTES)
+        largest = max(sizes)
         ranks.reserve([largest] * 2)
         row = ranks.mirrored([largest])[0].view(context.world_size, -1)
         reduced, summed = {}, {}
         for name in precisions:
-            reduced[name] = _collective(context, partial(_sum, ranks, ranks.reduce_scatter, DTYPES[name]))
-            summed[name] = _collective(context, partial(_sum, ranks, ranks.all_reduce, DTYPES[name]))
+            reduced[name] = _collective(context, partial(_sum, ranks, ranks.reduce_scatter, DTYPES[name]), sizes)
+            summed[name] = _collective(context, partial(_sum, ranks, ranks.all_reduce, DTYPES[name]), sizes)
 
         def gather(size: int) -> None:
             ranks.all_gather([row.view(-1)[:size].view(context.world_size, -1)]).wait()
             ranks.finish_reading()
 
-        return _Collectives(reduced, summed, _collective(context, gather))
+        return _Collectives(reduced, summed, _collective(context, gather, sizes))
     finally:
         ranks.close()
 
 
-def _sum(ranks: Ranks, collective: Callable[..., object], dtype: torch.dtype, size: int) -> None:
+def _sum(ranks: Ranks, collective: Callable[..., PendingSum], dtype: torch.dtype, size: int) -> None:
     full = ranks.empty(size // dtype.itemsize, dtype, room=0)
-    ranks.discard(collective(full, dtype=dtype).wait())  # type: ignore[attr-defined]
+    ranks.discard(collective(full, dtype=dtype).wait())
 
 
-def _collective(context: RankContext, run: Callable[[int], None]) -> Collective:
-    small, large = (_collective_seconds(context, partial(run, size)) for size in _COLLECTIVE_BYTES)
-    span = max(_COLLECTIVE_BYTES) - min(_COLLECTIVE_BYTES)
-    rate = span / max(large - small, 1e-9)
-    return Collective(latency_seconds=max(small - min(_COLLECTIVE_BYTES) / rate, 0.0), bytes_per_second=rate)
+def _collective(context: RankContext, run: Callable[[int], None], sizes: tuple[int, ...]) -> Collective:
+    small, large = (_collective_seconds(context, partial(run, size)) for size in sizes)
+    rate = (max(sizes) - min(sizes)) / max(large - small, 1e-9)
+    return Collective(latency_seconds=max(small - min(sizes) / rate, 0.0), bytes_per_second=rate)
 
 
-def _collective_seconds(context: RankContext, run: Callable[[], None], rounds: int = 12) -> float:
+def _collective_seconds(context: RankContext, run: Callable[[], object], rounds: int = 12) -> float:
     """Median over rounds, each begun together, on the slowest rank."""
     samples = []
     for _ in range(rounds + 2):
@@ -278,23 +279,10 @@ def allreduce_speed(context: RankContext) -> tuple[float | None, float | None]:
     """(latency in seconds, message bytes per second) of an all-reduce over the group; None at one rank."""
     if context.world_size == 1:
         return None, None
-    small = _allreduce_seconds(context, 1, _LATENCY_ROUNDS)
-    large = _allreduce_seconds(context, _MESSAGE_BYTES // 4, _BANDWIDTH_ROUNDS)
+    one, many = (torch.zeros(size, device=context.device) for size in (1, _MESSAGE_BYTES // 4))
+    small = _collective_seconds(context, partial(dist.all_reduce, one), _LATENCY_ROUNDS)
+    large = _collective_seconds(context, partial(dist.all_reduce, many), _BANDWIDTH_ROUNDS)
     return small, _MESSAGE_BYTES / max(large - small, 1e-9)
-
-
-def _allreduce_seconds(context: RankContext, elements: int, rounds: int) -> float:
-    message = torch.zeros(elements, device=context.device)
-    dist.all_reduce(message)
-    _synchronize(context.device)
-    samples = []
-    for _ in range(rounds):
-        context.barrier()
-        begun = time.perf_counter()
-        dist.all_reduce(message)
-        _synchronize(context.device)
-        samples.append(context.largest((time.perf_counter() - begun,))[0])
-    return sorted(samples)[len(samples) // 2]
 
 
 def _rate(operation: Callable[[], object], device: torch.device, seconds: float, *, work: float) -> float:

@@ -18,6 +18,7 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SINGLE_BLOCK_BYTES = 256 * 2**10
 _LARGEST_FILLER_BYTES = 2**30
+_MOST_FILLERS = 1000
 _fillers: list[int] = []
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -81,11 +82,11 @@ def _occupy_gaps() -> None:
         while size >= _SINGLE_BLOCK_BYTES:
             before = libc.mallinfo2().mapped_blocks
             filler = libc.malloc(size)
-            if libc.mallinfo2().mapped_blocks > before:  # no gap is so large
+            if filler and libc.mallinfo2().mapped_blocks == before and len(_fillers) < _MOST_FILLERS:
+                _fillers.append(filler)
+            else:  # no gap is so large
                 libc.free(filler)
                 size //= 2
-            else:
-                _fillers.append(filler)
 
 
 @functools.cache

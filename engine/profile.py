@@ -39,6 +39,9 @@ class ActivationBytes(Value):
     backward: tuple[BackwardPoint, ...] = ()
 
 
+PROFILE_VERSION = "2"
+"""Of what probe and calibration find; stored profiles of another one are not used."""
+
 OperatorClass = Literal["product", "attention", "other"]
 """Matrix products and convolutions; fused attention; everything else that moves memory."""
 

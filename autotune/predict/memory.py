@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from autotune.predict.parallel import ALONE, Parallel, activation_bytes
 from engine.config import OptimizerConfig, TrainConfig
-from engine.profile import ModelProfile
+from engine.profile import BackwardPoint, ModelProfile
 from engine.values import BYTES_PER_ELEMENT
 
 MASTER_BYTES = 4
@@ -93,18 +93,19 @@ def _backward_peak(situation: Situation, config: TrainConfig) -> tuple[int, int,
     """(activations, transient, gradients) where their sum is largest. With one micro-batch gradients come as
     activations go; with several, those of the ones before are there from the beginning."""
     gradients = gradient_bytes(situation.model, config, situation.world_size)
-    entry = situation.whole.activation(config.activation_checkpointing, config.precision)
-    if situation.parallel != ALONE or not entry.backward:
+    backward = _backward_points(situation, config)
+    if not backward:
         return *activation_bytes(situation.whole, config, situation.parallel), gradients
     size, trained = config.micro_batch_size, max(situation.model.trainable_parameters, 1)
     elsewhere = _gradients_in_rooms(situation, config)
     held, total, there = 0, -1, gradients
-    for point in entry.backward:
+    for point in backward:
         bytes_then = point.fixed + size * point.per_sample
         gradients_then = gradients if config.gradient_accumulation_steps > 1 else max(
             gradients * point.gradients // trained - elsewhere, 0)
         if bytes_then + gradients_then > total:
             held, there, total = bytes_then, gradients_then, bytes_then + gradients_then
+    entry = situation.whole.activation(config.activation_checkpointing, config.precision)
     saved = min(size * entry.saved_per_sample, held)
     return saved, held - saved, there
 
@@ -197,13 +198,20 @@ def _room_bytes(situation: Situation, config: TrainConfig) -> int:
     if reduces_at_once(config):
         added = config.gradient_accumulation_steps > 1
         return rooms_bytes + (shard(_bucket_elements(model, config), situation.world_size) * held if added else 0)
-    if held != wire:
+    if held != wire or _gradients_in_rooms(situation, config):
         return rooms_bytes
     if config.zero_stage == 0:
         return 0 if config.overlap_comm else rooms_bytes
     if config.overlap_comm:
         return rooms_bytes
     return max(rooms_bytes, shard(model.trainable_parameters, situation.world_size) * held)
+
+
+def _backward_points(situation: Situation, config: TrainConfig) -> tuple[BackwardPoint, ...]:
+    """How activations go as gradients come; empty where it was not seen: then both are there at once."""
+    if situation.parallel != ALONE:
+        return ()
+    return situation.whole.activation(config.activation_checkpointing, config.precision).backward
 
 
 def _room_elements(model: ModelProfile, config: TrainConfig) -> int:
@@ -215,8 +223,8 @@ def _room_elements(model: ModelProfile, config: TrainConfig) -> int:
 
 def _gradients_in_rooms(situation: Situation, config: TrainConfig) -> int:
     """Bytes of stage 0's gradients of one micro-batch that lie where they were reduced, and are counted there."""
-    if not situation.device_is_host or config.zero_stage or config.gradient_accumulation_steps > 1 \
-            or situation.world_size == 1:
+    if (not situation.device_is_host or config.zero_stage or config.gradient_accumulation_steps > 1
+            or situation.world_size == 1 or not _backward_points(situation, config)):
         return 0
     return _room_elements(situation.model, config) * BYTES_PER_ELEMENT[config.reduce_dtype]
 

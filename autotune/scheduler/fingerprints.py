@@ -7,6 +7,7 @@ from typing import Any
 
 from autotune.domain.request import StudyRequest
 from autotune.scheduler.launcher.base import Launcher
+from engine.profile import PROFILE_VERSION
 from engine.spec import ModelSpec, PythonSpec
 
 
@@ -31,7 +32,7 @@ def calibration_key(launcher: Launcher, world_size: int) -> str:
 
 def software() -> dict[str, str]:
     """Versions that results depend on, read without importing anything."""
-    found = {}
+    found = {"profiles": PROFILE_VERSION}
     for name in ("torch", "transformers", "autotune"):
         try:
             found[name] = version(name)

@@ -151,6 +151,7 @@ class Scheduler:
             await asyncio.wait({work})
             await workplace.group.close()  # the work closes it, but may have been cancelled while it did
             settle = self._settlement(study, work, interruption)
+            watch.cancel()  # lest it find the study ended, and take the lease for lost
             await record.write(lambda tx: settle(tx, study))
         except LeaseLostError as error:
             _log.warning("study %s: left to its new owner: %s", study.id, error)

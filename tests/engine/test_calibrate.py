@@ -4,10 +4,20 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from engine.calibrate import _cost, _Sample, calibrate, can_train, hardware_fingerprint, matmul_flops_per_second
+from engine.calibrate import (
+    _collectives,
+    _cost,
+    _Sample,
+    calibrate,
+    can_train,
+    hardware_fingerprint,
+    matmul_flops_per_second,
+)
 from engine.process import host_memory_bytes
 from engine.ranks import RankContext
+from tests.engine.training import RanksOf
 
 CPU = torch.device("cpu")
 
@@ -86,3 +96,21 @@ def test_the_fingerprint_follows_devices_count_and_software() -> None:
 
     assert make() == make(memory=2**34 + 10_000_000)
     assert len({make(), make(name="y"), make(world_size=1), make(memory=2**35), make(torch_version="2.12")}) == 5
+
+
+def _collectives_of_a_rank() -> list[float]:
+    context = RankContext(rank=dist.get_rank(), world_size=dist.get_world_size(), device=CPU, control=dist.group.WORLD)
+    found = _collectives(context, ("fp32", "bf16"))
+    assert found.all_gather is not None
+    each = [*found.reduce_scatter.values(), *found.all_reduce.values(), found.all_gather]
+    return [value for collective in each for value in (collective.latency_seconds, collective.bytes_per_second)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_are_measured_among_any_number_of_ranks(ranks: RanksOf, size: int) -> None:
+    """The same numbers on all of them: 3 do not divide a power of two."""
+    first, *others = ranks(size).run(_collectives_of_a_rank)
+    assert len(first) == 2 * 5
+    assert all(0 <= latency < 0.1 for latency in first[::2])
+    assert all(1e6 < rate < 1e13 for rate in first[1::2])
+    assert all(other == first for other in others)

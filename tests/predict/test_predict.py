@@ -212,6 +212,16 @@ def test_gradients_of_one_micro_batch_come_as_its_activations_go() -> None:
         assert backward(size, 2) == gradients + max(5 * size * MIB, (1 + 2 * size) * MIB, 3 * MIB)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_no_gradient_is_left_out(kind: str, overlap: bool) -> None:
+    """Those of one micro-batch may lie where they were reduced, and are counted there."""
+    for model in (model_profile(), _timeline((0, 0, 5), (4, 3, 0))):
+        config = TrainConfig(reduce_bucket_size=2**18, allgather_bucket_size=2**18, overlap_comm=overlap)
+        found = prediction(model, config, device_type=kind)
+        assert found.peak_device_bytes >= 4 * (model.parameters + 3 * model.trainable_parameters)
+
+
 def test_counted_operators_cost_their_operations_and_bytes() -> None:
     """A product of 2 s, attention of 3 s and 5 s of everything else; full checkpointing does half of it again."""
     work = {"product": (2.0, 0.0), "attention": (0.0, 3.0), "other": (0.0, 5.0)}
