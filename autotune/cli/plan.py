@@ -44,7 +44,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
 ) -> None:
     """Rank a model's configurations for a cluster that is not here. Predicted: nothing is measured or kept."""
     from autotune.cli.files import parse_study, read_mapping
-    from autotune.domain.errors import FieldError, InvalidRequestError
+    from autotune.domain.errors import ExportError, FieldError, InvalidRequestError
     from autotune.export import FORMATS
     from autotune.export import export as write
     from autotune.settings import load_settings
@@ -66,10 +66,15 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     with tempfile.TemporaryDirectory(prefix="autotune-") as folder:
         settings = load_settings(data_dir=Path(folder), database=f"sqlite:///{Path(folder) / 'autotune.sqlite3'}")
         study = _make(request, settings, quiet=json or (export is not None and output is None))
-    exported = None
+    exported, refusal = None, None
     if export is not None and study.plan is not None and study.plan.rows:
-        exported = write(study.planned(row or study.plan.first_exportable or 1), export)
+        try:
+            exported = write(study.planned(row or study.plan.first_exportable or 1), export)
+        except ExportError as error:  # it must not cost the plan
+            refusal = error
     _report(study, exported, output, json=json)
+    if refusal is not None:
+        raise refusal
     if study.state.value != "succeeded":
         raise typer.Exit(1)
 

@@ -25,6 +25,8 @@ def import_config(content: Mapping[str, Any], *, world_size: int | None = None,
             fault as the file does.
     """
     if is_accelerate(content):
+        if deepspeed is not None and (is_accelerate(deepspeed) or not is_deepspeed(deepspeed)):
+            raise InvalidRequestError(FieldError("", "the second file is no DeepSpeed configuration"))
         return read_accelerate(content, world_size=world_size, deepspeed=deepspeed)
     if not is_deepspeed(content):
         raise InvalidRequestError(FieldError("", "neither a DeepSpeed configuration nor one of Accelerate's: none of "

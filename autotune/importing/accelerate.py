@@ -67,6 +67,9 @@ def read_accelerate(content: Mapping[str, Any], *, world_size: int | None = None
     _read_precision(reader)
     if reader.take("deepspeed_config.deepspeed_config_file") is not None:
         return _with_deepspeed(reader, ranks, deepspeed)
+    if deepspeed is not None:
+        reader.refuse("deepspeed_config.deepspeed_config_file", "names no DeepSpeed file, but one was given beside it: "
+                      "name it, or leave it out")
     kind = str(reader.take("distributed_type") or "NO")
     if kind == "DEEPSPEED":
         _read_deepspeed_section(reader)

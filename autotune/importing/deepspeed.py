@@ -131,7 +131,8 @@ def _read_precision(reader: Reader) -> None:
                     "neither; fp32 stands here")
     reduce_dtype = reader.take("communication_data_type")
     if reduce_dtype is not None:
-        reader.put("reduce_dtype", {"bfp16": "bf16"}.get(reduce_dtype, reduce_dtype), "communication_data_type")
+        name = str(reduce_dtype)
+        reader.put("reduce_dtype", {"bfp16": "bf16"}.get(name, name), "communication_data_type")
 
 
 def _read_zero(reader: Reader) -> None:

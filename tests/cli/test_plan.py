@@ -91,6 +91,14 @@ def test_clusters_are_listed_and_printed_to_be_edited(run: Run, tmp_path: Path, 
     assert run("clusters", "h100").code == 2
 
 
+def test_a_row_that_no_format_expresses_does_not_cost_the_plan(run: Run, study_file: Path) -> None:
+    result = run("plan", str(study_file), "-c", "a100-80gb", "-n", "16", "-t", "2", "-p", "1", "--export", "deepspeed",
+                 "--json")
+    assert result.code != 0
+    assert json.loads(result.out)["plan"]["fastest"]
+    assert "tensor" in result.err
+
+
 def test_an_unknown_format_is_refused_before_anything_is_done(run: Run, study_file: Path) -> None:
     result = run("plan", str(study_file), "-c", "a100-80gb", "--export", "megatron")
     assert (result.code, "unknown format 'megatron': give one of engine, deepspeed" in result.err) == (2, True)

@@ -122,6 +122,14 @@ def test_a_file_that_another_names_is_asked_for_and_not_opened() -> None:
     assert "fp16 and bf16 of the DeepSpeed file mean fp16" in other["mixed_precision"]
 
 
+def test_a_second_file_that_is_none_or_that_nothing_names_is_refused() -> None:
+    names_it = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}"
+    for other in ({"distributed_type": "NO"}, {"anything": 1}, {}):
+        assert refused(names_it, deepspeed=other) == {"": "the second file is no DeepSpeed configuration"}
+    found = refused("distributed_type: MULTI_GPU", deepspeed={"bf16": {"enabled": True}})
+    assert "names no DeepSpeed file" in found["deepspeed_config.deepspeed_config_file"]
+
+
 def test_keys_of_other_releases_are_told_together_and_empty_ones_do_no_harm() -> None:
     found = read("distributed_type: NO\nmain_process_ip: null\ndeepspeed_config: {}\none: 1\ntwo: 2\nthree: {a: 1}")
     assert "one, two, three: unknown; left out" in found.notes

@@ -179,3 +179,8 @@ def test_values_that_json_cannot_write_do_no_harm() -> None:
 @pytest.mark.parametrize("content", [{}, {"a": 1}, {"model": {"kind": "gpt"}}])
 def test_what_is_no_configuration_is_refused(content: dict[str, Any]) -> None:
     assert "neither a DeepSpeed configuration" in refused(content)[""]
+
+
+@pytest.mark.parametrize("dtype", [{}, 7, "int8"])
+def test_a_dtype_that_is_none_is_refused_where_it_stands(dtype: object) -> None:
+    assert list(refused({"communication_data_type": dtype})) == ["communication_data_type"]
