@@ -132,14 +132,14 @@ def print_result(best: BestConfig, trials: dict[int, Trial]) -> None:
     for title in ("", "speed", "95 % interval", "peak memory of a rank"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     low, high = best.tokens_per_second_interval
-    table.add_row("winner", rate_text(best.tokens_per_second), f"{low:,.0f} to {high:,.0f}",
+    table.add_row("winner", rate_text(best), f"{low:,.0f} to {high:,.0f}",
                   bytes_text(best.peak_device_bytes))
     baseline = trials[best.baseline_trial_number] if best.baseline_trial_number is not None else None
     rate = shown_throughput(baseline) if baseline is not None else None
     if rate is not None:
         low, high = rate.interval
         peak = best.baseline_peak_device_bytes
-        table.add_row("default", rate_text(rate.tokens_per_second), f"{low:,.0f} to {high:,.0f}",
+        table.add_row("default", rate_text(best, rate.tokens_per_second), f"{low:,.0f} to {high:,.0f}",
                       "" if peak is None else bytes_text(peak))
     console.print(table)
     console.print(f"winner: {escape(config_text(best.config))}", highlight=False, soft_wrap=True)
