@@ -22,7 +22,7 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any,
     return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
 
 
-CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward}
 """The fused attention of the CPU, which torch's counters do not know. Shapes, not tensors."""
@@ -63,9 +63,9 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                ) -> None:
         moved = 2 * written if packet in _LOOKUPS else written + _bytes(tree_leaves((args, kwargs)))
         kind: OperatorClass = "other"
-        if packet in CPU_ATTENTION:
+        if packet in _CPU_ATTENTION:
             kind = "attention"
-            self.flops[kind] += CPU_ATTENTION[packet](*(_shape(value) for value in args))
+            self.flops[kind] += _CPU_ATTENTION[packet](*(_shape(value) for value in args))
         elif packet in flop_registry:
             kind = "attention" if "attention" in str(packet) else "product"
             self.flops[kind] += flop_registry[packet](*args, **kwargs, out_val=result)

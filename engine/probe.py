@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
 from engine.blocks import find_blocks
 from engine.checkpointing import wrap_inside, wrap_outside
 from engine.config import Checkpointing, TrainConfig
-from engine.operators import CPU_ATTENTION, OperatorCounter
+from engine.operators import OperatorCounter
 from engine.precision import DTYPES, cast_floating, compute_dtypes, place_buffers
 from engine.profile import ActivationBytes, BackwardPoint, ModelProfile, OperatorWork, PassWork
 from engine.spec import ModelSpec, PythonSpec, spec_fingerprint
@@ -125,7 +124,7 @@ def _probe(spec: ModelSpec, task: Task, precisions: Sequence[Precision], *, fake
         block_parameters=max(sizes, default=0),
         largest_block_parameter=max((each.numel() for block in blocks for each in block.parameters()), default=0),
         tokens_per_sample=task.tokens_per_sample,
-        flops_per_sample=_flops_per_sample(task, fake=fake),
+        flops_per_sample=sum(operators.flops_per_sample for operators in work[0].operators.values()),
         activations=activations, work=work)
 
 
@@ -236,18 +235,6 @@ def _run(task: Task, size: int, precision: Precision, checkpointing: Checkpointi
         loss.backward()  # type: ignore[no-untyped-call]
         arrivals.append((0, tracker.take_peak() + inputs))
     return _Pass(saved=saved + inputs, arrivals=arrivals, operators=counter)
-
-
-def _flops_per_sample(task: Task, *, fake: bool) -> float:
-    """Of forward and backward, without recompute; matrix products, convolutions and attention."""
-    size = _FAKE_SIZES[0] if fake else _REAL_SIZES[0]
-    with _mode(fake) as mode:
-        model = task.build_model().train()
-    batch = _on_mode(checked_batch(task, range(size)), mode)
-    counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
-    with nullcontext() if mode is None else mode, counter:
-        checked_loss(task, model, batch).backward()  # type: ignore[no-untyped-call]
-    return counter.get_total_flops() / size
 
 
 @contextmanager

@@ -97,6 +97,11 @@ class ModelProfile(Value):
                 return entry
         raise KeyError(f"no activation profile for checkpointing {checkpointing}, precision {precision}")
 
+    def counted(self, checkpointing: Checkpointing, precision: Precision) -> PassWork | None:
+        """What operators do with one choice, where they were counted."""
+        return next((work for work in self.work if (work.checkpointing, work.precision) == (checkpointing, precision)),
+                    None)
+
 
 class OperatorCost(Value):
     """What operators of one class cost on a device: seconds are the sum over operations and bytes."""

@@ -34,6 +34,3 @@ def described(cluster: str | Cluster) -> Cluster:
         KeyError: there is none of this name.
     """
     return cluster if isinstance(cluster, Cluster) else bundled_cluster(cluster)
-
-
-__all__ = ["Cluster", "bundled_cluster", "bundled_clusters", "described"]

@@ -188,9 +188,10 @@ def reduce_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
 
 def _room_bytes(situation: Situation, config: TrainConfig) -> int:
     """Of ranks that share memory: rooms for the buckets under way and the one being filled, which are read where they
-    lie, and from stage 2 on the sum of one on its way to those of earlier micro-batches. Sums that stage 0 keeps in the
-    dtype that is sent lie in rooms themselves, unless one bucket is reduced at a time; then stage 1's shards
-    need more than the rooms.
+    lie, and from stage 2 on the sum of one on its way to those of earlier micro-batches.
+
+    Sums over micro-batches in the dtype that is sent lie in rooms themselves, unless one bucket is reduced at a time;
+    the shards that stage 1 makes of them may then need more than the rooms.
     """
     model = situation.model
     wire, held = BYTES_PER_ELEMENT[config.reduce_dtype], held_bytes(config)

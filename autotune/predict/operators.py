@@ -2,9 +2,7 @@
 
 from typing import NamedTuple
 
-from engine.config import Checkpointing
-from engine.profile import ModelProfile, OperatorClass, OperatorCost, PassWork
-from engine.values import Precision
+from engine.profile import OperatorClass, OperatorCost, PassWork
 
 
 class ClassSeconds(NamedTuple):
@@ -19,12 +17,6 @@ class ClassSeconds(NamedTuple):
     products: float
     traffic: float
     kernels: float
-
-
-def counted_work(model: ModelProfile, checkpointing: Checkpointing, precision: Precision) -> PassWork | None:
-    """The entry for one choice, where operators were counted."""
-    return next((work for work in model.work if (work.checkpointing, work.precision) == (checkpointing, precision)),
-                None)
 
 
 def operator_seconds(work: PassWork, samples: int, costs: dict[OperatorClass, OperatorCost]) -> ClassSeconds:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autotune.predict.communication import Group, data_group, ring
 from autotune.predict.constants import Constants
 from autotune.predict.memory import Situation, held_bytes, owned, reduces_at_once, states_per_parameter
-from autotune.predict.operators import counted_work, operator_seconds
+from autotune.predict.operators import operator_seconds
 from autotune.predict.parallel import hidden_size, saved_bytes, stage_blocks
 from engine.config import Checkpointing, TrainConfig
 from engine.profile import HardwareProfile
@@ -178,7 +178,7 @@ def _counted_seconds(point: _Point) -> tuple[float, float, float] | None:
     """(forward and backward, recompute, operators) of all that the model does, as counted; None where it was not,
     or where operators of this precision were not calibrated: the constants were found without counting."""
     model, config, tensor = point.situation.whole, point.config, point.situation.parallel.tensor
-    plain, chosen = (counted_work(model, choice, config.precision) for choice in (
+    plain, chosen = (model.counted(choice, config.precision) for choice in (
         _probed_choice(point), config.activation_checkpointing))
     costs = point.hardware.operators.get(config.precision)
     if plain is None or chosen is None or costs is None:

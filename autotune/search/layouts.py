@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from autotune.domain.cluster import Cluster
 from autotune.domain.errors import FieldError, InvalidRequestError
 from autotune.domain.request import HardwareRequest, StudyRequest
 from autotune.domain.study import PlanSummary
-from autotune.predict.cluster import Cluster, bundled_cluster, bundled_clusters
+from autotune.predict.cluster import bundled_cluster, bundled_clusters
 from autotune.predict.parallel import ALONE, Parallel
 from autotune.search.knobs import KNOBS
 from autotune.search.plan import BUCKET_KNOBS, Plan, make_plan, summarize, why_empty

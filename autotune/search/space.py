@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from autotune.domain.cluster import Cluster
 from autotune.domain.errors import FieldError, InvalidRequestError
 from autotune.domain.request import HardwareRequest, StudyRequest
-from autotune.predict.cluster import Cluster, bundled_clusters, described
+from autotune.predict.cluster import bundled_clusters, described
 from autotune.search.knobs import FOREIGN_NAMES, KNOBS, NOT_A_KNOB, PARALLEL_DEGREES, KnobKind
 from autotune.search.points import Knob, Space
 from engine.config import TrainConfig, resolve_batch_sizes
