@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.config import OptimizerConfig, TrainConfig
+from engine.loop import TrainingLoop
 from engine.ranks import RankContext
 from engine.report import TrialProgress, TrialRequest
 from engine.spec import ALLOWED_TASKS_VARIABLE, PythonSpec
-from engine.trial import WATCHED_STEPS, SilentReporter, run_trial
+from engine.trial import WATCHED_STEPS, SilentReporter, _steps_to_watch, run_trial
+from engine.values import Precision
 from tests.engine.training import RanksOf, over_shared_memory
 from tests.support.tasks import ToyTask
 from tests.support.trials import QUICK
@@ -131,3 +133,21 @@ def test_the_peak_is_what_was_held_at_once(ranks: RanksOf, stage: int, place: st
     measured, seen = (max(peaks) for peaks in zip(*ranks(2).run(_peaks, stage, place), strict=True))
     assert measured > 64 * MIB
     assert (0.95 if stage == 3 else 0.98) * seen < measured < 1.01 * seen
+
+
+def _watched_steps(config: TrainConfig) -> int:
+    context = RankContext(rank=dist.get_rank(), world_size=2, device=torch.device("cpu"), control=dist.group.WORLD)
+    task = ToyTask(lambda step: None, width=8, depth=2)
+    loop = TrainingLoop(task, config, OptimizerConfig(), seed=0, context=context)
+    watched = _steps_to_watch(loop, context.device)
+    loop.close()
+    return watched
+
+
+@over_shared_memory
+@pytest.mark.parametrize(("precision", "watched"), [("fp32", 1), ("bf16", 2)])
+def test_rooms_that_are_given_back_after_a_step_are_watched_as_they_are_taken_anew(
+        ranks: RanksOf, precision: Precision, watched: int) -> None:
+    for stage in (0, 1, 2):
+        config = TrainConfig.model_validate({"zero_stage": stage, "precision": precision})
+        assert ranks(2).run(_watched_steps, config) == [watched, watched]
