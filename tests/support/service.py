@@ -47,9 +47,9 @@ class RunningService:
         return Client(self.url, self.token)
 
     def scheduler_pid(self) -> int:
-        """Of the child that runs studies; waits for it to be started."""
+        """Of the child that runs studies; waits until it runs its own program, after being a copy of this one."""
         def find() -> list[int]:
-            return [pid for pid in children_of(self.pid) if b"scheduler" in _command(pid)]
+            return [pid for pid in children_of(self.pid) if b"scheduler" in _command(pid).split(b"\0")]
 
         wait_until(lambda: len(find()) == 1, "one scheduler")
         return find()[0]
