@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from engine.blocks import find_blocks
 from engine.checkpointing import wrap_inside, wrap_outside
 from engine.config import Checkpointing, TrainConfig
+from engine.dimensions import DimensionReader
 from engine.operators import OperatorCounter
 from engine.precision import DTYPES, cast_floating, compute_dtypes, place_buffers
 from engine.profile import ActivationBytes, BackwardPoint, ModelProfile, OperatorWork, PassWork
@@ -112,6 +113,7 @@ def _probe(spec: ModelSpec, task: Task, precisions: Sequence[Precision], *, fake
     parameters = list(model.parameters())
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     activations, work = zip(*_passes(task, precisions, _CHECKPOINTING if blocks else ("none",), fake=fake), strict=True)
+    seen = _dimensions(task, precisions[0], fake=fake)
     return ModelProfile(
         fingerprint=profile_fingerprint(spec),
         parameters=sum(parameter.numel() for parameter in parameters),
@@ -125,7 +127,8 @@ def _probe(spec: ModelSpec, task: Task, precisions: Sequence[Precision], *, fake
         largest_block_parameter=max((each.numel() for block in blocks for each in block.parameters()), default=0),
         tokens_per_sample=task.tokens_per_sample,
         flops_per_sample=sum(operators.flops_per_sample for operators in work[0].operators.values()),
-        activations=activations, work=work)
+        activations=activations, work=work, hidden=seen.hidden, heads=seen.heads, vocab=seen.vocab,
+        attention=seen.attention)
 
 
 def _passes(
@@ -205,6 +208,19 @@ def _fit_backward(small: _Pass, large: _Pass, sizes: tuple[int, int]) -> Iterato
             slope = max((high - low) / (sizes[1] - sizes[0]), 0.0)
             yield BackwardPoint(gradients=elements, per_sample=round(slope),
                                 fixed=max(round(high - slope * sizes[1]), 0))
+
+
+def _dimensions(task: Task, precision: Precision, *, fake: bool) -> DimensionReader:
+    """Of the model as it computes without checkpointing."""
+    size = (_FAKE_SIZES if fake else _REAL_SIZES)[0]
+    with _mode(fake) as mode:
+        model = task.build_model().train()
+        _cast(model, precision)
+    batch = cast_floating(_on_mode(checked_batch(task, range(size)), mode), DTYPES[precision])
+    reader = DimensionReader(_blocks(task, model), samples=size, tokens=task.tokens_per_sample)
+    with nullcontext() if mode is None else mode, reader:
+        checked_loss(task, model, batch)
+    return reader
 
 
 def _run(task: Task, size: int, precision: Precision, checkpointing: Checkpointing, *, fake: bool) -> _Pass:

@@ -39,7 +39,7 @@ class ActivationBytes(Value):
     backward: tuple[BackwardPoint, ...] = ()
 
 
-PROFILE_VERSION = "2"
+PROFILE_VERSION = "3"
 """Of what probe and calibration find; stored profiles of another one are not used."""
 
 OperatorClass = Literal["product", "attention", "other"]
@@ -78,9 +78,9 @@ class ModelProfile(Value):
     tokens_per_sample: int
     flops_per_sample: float = Field(description="floating-point operations of forward and backward, without recompute")
     activations: tuple[ActivationBytes, ...]
-    hidden: int = Field(0, description="elements of a token between blocks; 0: not known, guessed from a block's size")
-    heads: int = Field(0, description="attention heads of a block; 0: attention is not told from the other operations")
-    vocab: int = Field(0, description="outputs per token of the last layer; 0: not told from the blocks")
+    hidden: int = Field(0, description="elements of a token between blocks; 0: not seen, guessed from a block's size")
+    heads: int = Field(0, description="of a block's attention; 0: none was seen")
+    vocab: int = Field(0, description="outputs per token that the loss is computed from; 0: none were seen")
     attention: Literal["fused", "eager"] = Field("fused", description="eager: the matrix of scores is written out")
     loss: Literal["fused", "eager"] = Field("eager", description="eager: from a copy of the logits in fp32")
     largest_block_parameter: int = Field(0, description="elements; 0: not known")

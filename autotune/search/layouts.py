@@ -12,7 +12,7 @@ from autotune.domain.errors import FieldError, InvalidRequestError
 from autotune.domain.request import HardwareRequest, StudyRequest
 from autotune.domain.study import PlanSummary
 from autotune.predict.cluster import bundled_cluster, bundled_clusters
-from autotune.predict.parallel import ALONE, Parallel
+from autotune.predict.parallel import ALONE, Parallel, hidden_size
 from autotune.search.knobs import KNOBS
 from autotune.search.plan import BUCKET_KNOBS, Plan, make_plan, summarize, why_empty
 from autotune.search.points import Space
@@ -23,9 +23,8 @@ from engine.spec import GptSpec, HuggingFaceSpec, ModelSpec, VitSpec
 _BUCKET = KNOBS["reduce_bucket_size"].auto[-1]
 """Elements. Bucket sizes move a step by little; beside many layouts only the largest is planned with."""
 
-_NAMES = {"heads": ("num_attention_heads", "n_head", "num_heads"), "hidden": ("hidden_size", "n_embd", "d_model"),
-          "vocab": ("vocab_size",)}
-"""Of dimensions in a transformers configuration."""
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+"""Names in a transformers configuration."""
 
 
 class Shape(NamedTuple):
@@ -38,14 +37,6 @@ class Shape(NamedTuple):
 
     heads: int
     blocks: int | None
-
-
-class Dimensions(NamedTuple):
-    """Of a transformer, 0 where not known: fields of `ModelProfile`."""
-
-    heads: int = 0
-    hidden: int = 0
-    vocab: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +66,16 @@ class ClusterPlan:
         degrees = ("; rows with tensor or pipeline degrees above 1 are for other engines than the bundled one"
                    if any(plan.parallel != ALONE for plan in self.plans) else "")
         return (f"predicted for {hardware.world_size} x {hardware.device_name}: {found.feasible} of {found.points} "
-                f"configurations should fit; nothing was measured{degrees}")
+                f"configurations should fit; nothing was measured{degrees}{self._unseen}")
+
+    @property
+    def _unseen(self) -> str:
+        """Which dimensions the step times had to do without."""
+        model = self.plans[0].model
+        if model.heads and model.hidden:
+            return ""
+        return ("; the probe saw no attention between blocks of tokens, so step times take all operations for those of "
+                f"matrix products {hidden_size(model):,} wide")
 
     @property
     def why_empty(self) -> str | None:
@@ -87,15 +87,13 @@ class ClusterPlan:
         return why_empty(self.plans) + more
 
 
-def plan_cluster(request: StudyRequest, probed: ModelProfile) -> ClusterPlan:
+def plan_cluster(request: StudyRequest, model: ModelProfile) -> ClusterPlan:
     """Plan a request of mode plan: every layout asked for, every configuration of each.
 
     Raises:
         InvalidRequestError: no layout can be; says why.
     """
     cluster = named_cluster(request.hardware)
-    model = probed.model_copy(update={name: size for name, size in dimensions_of(request.model)._asdict().items()
-                                      if size and not getattr(probed, name)})
     hardware = cluster.hardware(request.hardware.devices)
     plans, left_out = [], Counter[str]()
     for parallel, reason in _layouts(request.hardware, cluster, Shape(model.heads, model.block_count)):
@@ -120,7 +118,7 @@ def check_layouts(request: StudyRequest) -> None:
         InvalidRequestError: names every field at fault.
     """
     blocks = request.model.layers if isinstance(request.model, GptSpec | VitSpec) else None
-    shape = Shape(dimensions_of(request.model).heads, blocks)
+    shape = Shape(_named_heads(request.model), blocks)
     problems: tuple[FieldError, ...] = ()
     for parallel, reason in _layouts(request.hardware, named_cluster(request.hardware), shape):
         if reason is not None:
@@ -139,17 +137,12 @@ def described_clusters() -> tuple[Cluster, ...]:
     return tuple(bundled_cluster(name) for name in bundled_clusters())
 
 
-def dimensions_of(spec: ModelSpec) -> Dimensions:
-    """What a model's specification says of its dimensions."""
-    if isinstance(spec, GptSpec):
-        return Dimensions(heads=spec.heads, hidden=spec.hidden, vocab=spec.vocab)
-    if isinstance(spec, VitSpec):
-        return Dimensions(heads=spec.heads, hidden=spec.hidden)
-    if not isinstance(spec, HuggingFaceSpec):
-        return Dimensions()
-    found = {field: next((spec.config[name] for name in names if isinstance(spec.config.get(name), int)), 0)
-             for field, names in _NAMES.items()}
-    return Dimensions(**found if spec.head == "causal_lm" else {**found, "vocab": 0})
+def _named_heads(spec: ModelSpec) -> int:
+    """Attention heads, as far as a specification says; 0 where it does not."""
+    if isinstance(spec, GptSpec | VitSpec):
+        return spec.heads
+    names = spec.config if isinstance(spec, HuggingFaceSpec) else {}
+    return next((names[name] for name in _HEADS if isinstance(names.get(name), int)), 0)
 
 
 def _layouts(hardware: HardwareRequest, cluster: Cluster, shape: Shape) -> Iterator[tuple[Parallel, str | None]]:

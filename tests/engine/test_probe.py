@@ -10,6 +10,9 @@ from tests.support import tasks
 
 GPT = GptSpec(kind="gpt", layers=3, hidden=64, heads=4, vocab=512, sequence_length=32)
 
+LLAMA = {"model_type": "llama", "hidden_size": 80, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
 
 @pytest.fixture(autouse=True)
 def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +53,21 @@ def test_fake_activations_equal_those_of_real_tensors(size: int) -> None:
         loss.backward()
     assert entry.saved_per_sample * size == pytest.approx(saved + inputs, rel=0.02)
     assert entry.peak_per_sample * size + entry.fixed == pytest.approx(tracker.peak_bytes + inputs, rel=0.02)
+
+
+@pytest.mark.parametrize(("spec", "expected"), [
+    (GPT, (64, 4, 512, "fused")),
+    (VitSpec(kind="vit", layers=2, hidden=48, heads=3, image_size=16, patch_size=4, classes=10), (48, 3, 0, "fused")),
+    (HuggingFaceSpec(kind="huggingface", sequence_length=16, config=LLAMA), (80, 4, 96, "fused")),
+    (HuggingFaceSpec(kind="huggingface", sequence_length=16, config=LLAMA | {"attn_implementation": "eager"}),
+     (80, 4, 96, "eager")),
+    (tasks.spec("toy"), (0, 0, 0, "fused")),
+])
+def test_dimensions_are_read_from_what_is_computed(spec: ModelSpec, expected: tuple[int, int, int, str]) -> None:
+    """Heads are not as wide as a share of the hidden size, and fewer keys than queries are stored; a ViT's loss has
+    rows of whole images."""
+    profile = probe(spec, precisions=("bf16",))
+    assert (profile.hidden, profile.heads, profile.vocab, profile.attention) == expected
 
 
 def test_every_operator_is_counted_in_its_class() -> None:

@@ -11,7 +11,7 @@ from autotune.predict import predict
 from autotune.predict.cluster import bundled_cluster
 from autotune.predict.decoder import Decoder, decoder_profile
 from autotune.predict.parallel import Parallel
-from autotune.search.layouts import ClusterPlan, check_layouts, dimensions_of, plan_cluster
+from autotune.search.layouts import ClusterPlan, check_layouts, plan_cluster
 from engine.config import OptimizerConfig
 from engine.profile import ModelProfile
 from engine.spec import HuggingFaceSpec
@@ -151,9 +151,22 @@ class TestCluster:
         assert plan.summary.device_limit_bytes == 10**9
         assert max(each.parallel.tensor for each in plan.plans) == 4
 
-    def test_dimensions_come_from_the_specification(self) -> None:
-        llama = HuggingFaceSpec(kind="huggingface", config={
-            "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 32_000})
-        assert dimensions_of(llama)._asdict() == {"heads": 32, "hidden": 4096, "vocab": 32_000}
-        probed = MODEL.model_copy(update={"heads": 0, "hidden": 0, "vocab": 0})
-        assert planned(probed).plans[0].model == MODEL
+    def test_dimensions_are_those_of_the_probe(self) -> None:
+        assert planned().plans[0].model == MODEL
+        assert "attention" not in planned().note
+        unseen = MODEL.model_copy(update={"heads": 0, "hidden": 0, "vocab": 0})
+        plan = planned(unseen)
+        assert plan.plans[0].model == unseen
+        assert "saw no attention" in plan.note
+        assert "matrix products 513 wide" in plan.note  # guessed from a block's parameters
+
+    def test_degrees_that_do_not_divide_named_heads_are_refused_before_the_probe(self) -> None:
+        request = plan_request(tensor_parallel=2)
+        for name, heads, allowed in (("n_head", 3, False), ("num_attention_heads", 4, True), ("other", 3, True)):
+            spec = HuggingFaceSpec(kind="huggingface", config={"model_type": "gpt2", name: heads})
+            asked = request.model_copy(update={"model": spec})
+            if allowed:
+                check_layouts(asked)
+            else:
+                with pytest.raises(InvalidRequestError, match="3 attention heads"):
+                    check_layouts(asked)
