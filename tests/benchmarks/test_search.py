@@ -151,6 +151,12 @@ class TestGrid:
     def test_without_its_file_there_is_no_problem(self, tmp_path: Path) -> None:
         assert grid.stored_problem(tmp_path / "missing.json") is None
 
+    def test_the_one_that_is_kept_is_whole(self) -> None:
+        problem = grid.stored_problem()
+        assert problem is not None
+        assert len(problem.plan.candidates) == 128
+        assert all(problem.truth(each.config).step_seconds < math.inf for each in problem.plan.candidates)
+
     def test_it_is_searched_as_it_was_measured(self, tmp_path: Path) -> None:
         """Every configuration measured twice: a trial sees the first, the mean of both is true."""
         plan = study_plan(grid.REQUEST)
