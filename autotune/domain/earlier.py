@@ -3,6 +3,8 @@
 from enum import StrEnum
 
 from autotune.domain.study import Trial
+from engine.config import OptimizerConfig
+from engine.profile import HardwareProfile, ModelProfile
 from engine.values import Value
 
 
@@ -26,3 +28,13 @@ class EarlierStudy(Value):
     relation: Relation
     hardware: str = ""
     trials: tuple[Trial, ...]
+
+
+class EarlierRecord(Value):
+    """An earlier study as it was kept: its predictions are those of its time, which `autotune.search.earlier` makes
+    anew from what they were made of."""
+
+    study: EarlierStudy
+    model: ModelProfile
+    hardware: HardwareProfile
+    optimizer: OptimizerConfig

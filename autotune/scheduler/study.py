@@ -27,7 +27,7 @@ from autotune.scheduler.verdict import (
     why_hopeless,
 )
 from autotune.search.choose import Choice, choose, first_configs, why_no_winner
-from autotune.search.earlier import earlier_note
+from autotune.search.earlier import earlier_note, predicted_anew
 from autotune.search.layouts import plan_cluster
 from autotune.search.plan import Plan, make_plan
 from autotune.search.reuse import Reused, reusable, reused_note
@@ -212,8 +212,9 @@ class StudyRun:
             first.append((TrialRole.REFERENCE, reference))
         if self._request.search.sampler == "guided":
             known = await self._record.read(lambda tx: tx.best.of_fingerprint(plan.model.fingerprint))
-            self._earlier = await self._record.read(
+            earlier = await self._record.read(
                 lambda tx: tx.earlier.of(plan.model, plan.hardware, besides=self._study.id))
+            self._earlier = tuple(map(predicted_anew, earlier))
             self._reused = reusable(plan, known)
             first += [(TrialRole.SUGGESTED, reused.config) for reused in self._reused]
         return first

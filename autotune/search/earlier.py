@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autotune.domain.earlier import EarlierStudy
+from autotune.domain.earlier import EarlierRecord, EarlierStudy
 from autotune.domain.prediction import Prediction
 from autotune.domain.study import Trial
 from autotune.domain.throughput import is_valid
+from autotune.predict import predict
 from autotune.search.arrays import MECHANISMS, Arrays, categories_of, plan_levels
 from autotune.search.knobs import KNOBS
 from autotune.search.plan import Plan
@@ -34,6 +35,21 @@ class Told(NamedTuple):
     config: TrainConfig
     prediction: Prediction
     measurement: Measurement
+
+
+def predicted_anew(record: EarlierRecord) -> EarlierStudy:
+    """The study with what would be predicted of its trials today: predictions, and what they are off by, change from
+    release to release. Trials of which nothing is predicted are left out."""
+    trials = ((trial, _prediction(record, trial.config)) for trial in record.study.trials)
+    return record.study.model_copy(update={"trials": tuple(
+        trial.model_copy(update={"prediction": prediction}) for trial, prediction in trials if prediction is not None)})
+
+
+def _prediction(record: EarlierRecord, config: TrainConfig) -> Prediction | None:
+    try:
+        return predict(record.model, record.hardware, record.optimizer, config)
+    except KeyError:  # a precision or checkpointing choice that this profile does not have
+        return None
 
 
 def told(plan: Plan, studies: Sequence[EarlierStudy]) -> list[Told]:

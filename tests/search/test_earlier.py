@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.domain.earlier import EarlierStudy, Relation
+from autotune.domain.earlier import EarlierRecord, EarlierStudy, Relation
 from autotune.domain.request import SearchRequest
 from autotune.domain.study import Trial
 from autotune.search.arrays import plan_arrays
-from autotune.search.earlier import earlier_note, told, with_earlier
+from autotune.search.earlier import earlier_note, predicted_anew, told, with_earlier
 from autotune.search.plan import Plan
 from autotune.search.suggest import suggest
 from autotune.search.surrogate import learn
@@ -141,3 +141,23 @@ class TestNote:
     def test_nothing_reused_is_not_mentioned(self, plan: Plan, elsewhere: Plan) -> None:
         assert earlier_note(plan, []) is None
         assert earlier_note(plan, [study(trial(elsewhere, 0, contended=True))]) is None
+
+
+def test_predictions_of_another_release_are_made_anew(plan: Plan, elsewhere: Plan) -> None:
+    """Those that were stored were twice too long and too small; a precision without a profile now tells nothing."""
+    trials = [trial(elsewhere, 0, off=1.5), trial(elsewhere, 1, off=3.0, precision="bf16", zero_stage=2)]
+    then = [each.prediction.model_copy(update={
+        "seconds": {name: 2 * value for name, value in each.prediction.seconds.items()},
+        "step_seconds": 2 * (each.prediction.step_seconds or 0.0),
+        "device_bytes": {name: value // 2 for name, value in each.prediction.device_bytes.items()}})
+        for each in trials if each.prediction is not None]
+    kept = study(*(each.model_copy(update={"prediction": old}) for each, old in zip(trials, then, strict=True)))
+
+    def anew(**changes: Any) -> EarlierStudy:
+        return predicted_anew(EarlierRecord(
+            study=kept, model=elsewhere.model.model_copy(update=changes), hardware=elsewhere.hardware,
+            optimizer=elsewhere.request.training.optimizer))
+
+    assert anew() == study(*trials)
+    bf16 = [each for each in elsewhere.model.activations if each.precision == "bf16"]
+    assert [each.number for each in anew(activations=tuple(bf16)).trials] == [1]

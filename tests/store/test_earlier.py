@@ -9,7 +9,14 @@ from autotune.domain.study import StudyState
 from autotune.store import Database
 from engine.profile import ModelProfile
 from engine.report import Outcome
-from tests.support.samples import sample_failure, sample_hardware_profile, sample_model_profile, sample_report
+from tests.support.samples import (
+    FakeClock,
+    sample_failure,
+    sample_hardware_profile,
+    sample_model_profile,
+    sample_report,
+    sample_request,
+)
 from tests.support.studies import claimed, started
 
 MODEL, HARDWARE = sample_model_profile(), sample_hardware_profile()
@@ -32,8 +39,8 @@ def ended(database: Database, *outcomes: Outcome, model: str = "model-1", hardwa
 
 def found(database: Database, *, besides: str = "", model: ModelProfile = MODEL) -> list[tuple[str, Relation, str]]:
     with database.read() as tx:
-        return [(each.study_id, each.relation, each.hardware)
-                for each in tx.earlier.of(model, HARDWARE, besides=besides)]
+        records = tx.earlier.of(model, HARDWARE, besides=besides)
+    return [(each.study.study_id, each.study.relation, each.study.hardware) for each in records]
 
 
 def put(database: Database, *profiles: Any) -> None:
@@ -67,9 +74,9 @@ def test_only_models_of_the_same_block_are_of_a_family(database: Database) -> No
 def test_trials_that_measured_are_told_by_number_up_to_a_limit(database: Database) -> None:
     ended(database, Outcome.OOM_DEVICE, *[Outcome.OK] * 20, Outcome.CRASHED, state=StudyState.CANCELLED)
     with database.read() as tx:
-        (study,) = tx.earlier.of(MODEL, HARDWARE, besides="")
-    assert [trial.number for trial in study.trials] == [*range(1, 17)]
-    assert all(trial.measurement is not None and trial.prediction is not None for trial in study.trials)
+        (record,) = tx.earlier.of(MODEL, HARDWARE, besides="")
+    assert [trial.number for trial in record.study.trials] == [*range(1, 17)]
+    assert all(trial.measurement is not None and trial.prediction is not None for trial in record.study.trials)
 
 
 def test_studies_without_measurements_do_not_take_the_place_of_others(database: Database) -> None:
@@ -93,5 +100,29 @@ def test_trials_that_cannot_be_read_are_left_out(database: Database) -> None:
     with database.begin() as tx:
         tx.trials._connection.execute(text("UPDATE trials SET measurement = '{\"odd\": 1}' WHERE number = 0"))
     with database.read() as tx:
-        (study,) = tx.earlier.of(MODEL, HARDWARE, besides="")
-    assert [trial.number for trial in study.trials] == [1]
+        (record,) = tx.earlier.of(MODEL, HARDWARE, besides="")
+    assert [trial.number for trial in record.study.trials] == [1]
+
+
+def test_what_predictions_are_made_of_comes_with_them(database: Database, clock: FakeClock) -> None:
+    """This study's own profiles where they are the same, and else the latest that are kept."""
+    cousin, a100 = sample_model_profile("model-2"), sample_hardware_profile("hardware-2", device_name="A100")
+    put(database, cousin, sample_hardware_profile("hardware-2", device_name="old"))
+    clock.advance(1)
+    with database.begin() as tx:
+        tx.profiles.put_hardware(a100, key="of another release")
+    ended(database, Outcome.OK, model="model-2")
+    ended(database, Outcome.OK, hardware="hardware-2")
+    with database.read() as tx:
+        elsewhere, family = tx.earlier.of(MODEL, HARDWARE, besides="")
+    assert (elsewhere.model, elsewhere.hardware) == (MODEL, a100)
+    assert (family.model, family.hardware) == (cousin, HARDWARE)
+    assert family.optimizer == sample_request().training.optimizer
+
+
+def test_a_study_whose_profile_is_gone_is_left_out_and_takes_no_place(database: Database) -> None:
+    put(database, MODEL, sample_hardware_profile("hardware-2"))
+    telling = ended(database, Outcome.OK, hardware="hardware-2")
+    for _ in range(3):
+        ended(database, Outcome.OK, hardware="hardware-gone")
+    assert [study for study, _, _ in found(database)] == [telling]
