@@ -26,7 +26,7 @@ _LAUNCHING = "about starting processes, not about training"
 _INSIDE = "about the tool's own workings; the engine needs no such setting"
 _PASSED_OVER: Mapping[str, str] = {
     **dict.fromkeys((
-        "compute_environment", "debug", "machine_rank", "num_machines", "main_process_ip", "main_process_port",
+        "compute_environment", "debug", "machine_rank", "main_process_ip", "main_process_port",
         "main_training_function", "rdzv_backend", "same_network", "use_cpu", "tpu_env", "tpu_use_cluster",
         "tpu_use_sudo", "tpu_name", "tpu_zone", "commands", "command_file", "enable_cpu_affinity", "mpirun_config",
         "ipex_config", "downcast_bf16", "deepspeed_config.deepspeed_multinode_launcher",
@@ -89,9 +89,9 @@ def _read_ranks(reader: Reader, world_size: int | None) -> int | None:
     said = {"num_processes": reader.count("num_processes"),
             "parallelism_config.parallelism_config_dp_shard_size":
                 reader.count("parallelism_config.parallelism_config_dp_shard_size")}
-    devices = reader.take("gpu_ids")
-    if devices not in (None, "all"):
-        said["gpu_ids"] = len(str(devices).split(","))
+    machines, devices = reader.count("num_machines"), reader.take("gpu_ids")
+    if devices not in (None, "all"):  # those of every machine
+        said["gpu_ids"] = len(str(devices).split(",")) * (machines or 1)
     said["the ranks asked for"] = world_size
     numbers = {place: number for place, number in said.items() if number is not None}
     if len(set(numbers.values())) > 1:
@@ -117,13 +117,23 @@ def _with_deepspeed(reader: Reader, ranks: int | None, deepspeed: Mapping[str, A
         reader.refuse(place, "a file that another one names is not opened: give it too, with --deepspeed")
     reader.take("distributed_type")
     beside = reader.result()
-    found = read_deepspeed(deepspeed or {}, world_size=ranks)
+    found = read_deepspeed(_filled(deepspeed or {}, reader.fields.get("precision")), world_size=ranks)
     mixed = reader.fields.get("precision", found.config.precision)
     if mixed != found.config.precision:
         raise InvalidRequestError(FieldError("mixed_precision", (
             f"means {mixed}, but fp16 and bf16 of the DeepSpeed file mean {found.config.precision}: leave "
             "mixed_precision out, or make them agree")))
     return found.model_copy(update={"notes": (*beside.notes, *found.notes)})
+
+
+def _filled(deepspeed: Mapping[str, Any], precision: str | None) -> dict[str, Any]:
+    """The file with Accelerate's own precision, if it says one, where it leaves that at "auto"."""
+    found = dict(deepspeed)
+    for name, means in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
+        section = found.get(name)
+        if precision is not None and isinstance(section, Mapping) and section.get("enabled") == "auto":
+            found[name] = {**section, "enabled": precision == means}
+    return found
 
 
 def _read_deepspeed_section(reader: Reader) -> None:
@@ -153,13 +163,13 @@ def _read_deepspeed_section(reader: Reader) -> None:
 
 def _read_fsdp_section(reader: Reader) -> None:
     section = "fsdp_config."
-    strategy = reader.take(f"{section}fsdp_sharding_strategy", f"{section}fsdp_reshard_after_forward")
-    place = f"{section}fsdp_sharding_strategy or fsdp_reshard_after_forward"
-    name = "FULL_SHARD" if strategy is None else str(strategy)
-    stage = _STRATEGIES.get(name.title() if name in ("true", "false") else name)
-    if stage is None:
-        reader.refuse(place, f"{name} is not supported: give FULL_SHARD, SHARD_GRAD_OP or NO_SHARD")
-        return
+    keys = (f"{section}fsdp_sharding_strategy", f"{section}fsdp_reshard_after_forward")
+    said = {key: value for key in keys if (value := reader.take(key)) is not None}
+    stages = {key: _stage(reader, key, value) for key, value in said.items()}
+    stage, place = next(iter(stages.values()), _STRATEGIES["FULL_SHARD"]), " and ".join(said or keys)
+    if len(set(stages.values())) > 1:
+        reader.refuse(place, " and ".join(f"{said[key]!r} is stage {number}" for key, number in stages.items())
+                      + ": make them agree, or keep one")
     reader.put("zero_stage", stage, place)
     if reader.flag(f"{section}fsdp_offload_params"):
         reader.put("offload_optimizer_ratio", 1.0, f"{section}fsdp_offload_params")
@@ -175,6 +185,14 @@ def _read_fsdp_section(reader: Reader) -> None:
         reader.put("overlap_comm", _PREFETCH[str(prefetch)], f"{section}fsdp_backward_prefetch")
     if reader.flag(f"{section}fsdp_activation_checkpointing"):
         reader.put("activation_checkpointing", "full", f"{section}fsdp_activation_checkpointing")
+
+
+def _stage(reader: Reader, place: str, strategy: Any) -> int:
+    name = str(strategy)
+    stage = _STRATEGIES.get(name.title() if name in ("true", "false") else name)
+    if stage is None:
+        reader.refuse(place, f"{name} is not supported: give FULL_SHARD, SHARD_GRAD_OP or NO_SHARD")
+    return stage or 0
 
 
 def _read_compile(reader: Reader) -> None:

@@ -45,10 +45,17 @@ def test_the_deepspeed_flavour() -> None:
     ({"version": 2, "reshard_after_forward": True}, 3), ({"version": 2, "reshard_after_forward": False}, 2),
     ({"version": 1, "reshard_after_forward": "SHARD_GRAD_OP"}, 2), ({"reshard_after_forward": "true"}, 3),
     ({"sharding_strategy": "FULL_SHARD"}, 3), ({"sharding_strategy": "NO_SHARD"}, 0),
+    ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": False}, 2),
     ({"sharding_strategy": 1}, 3), ({"sharding_strategy": 2}, 2), ({"sharding_strategy": 3}, 0), ({}, 3)])
 def test_fsdps_strategies_are_stages_and_number_3_is_none(section: dict[str, Any], stage: int) -> None:
     found = read(fsdp(**section))
     assert (found.config.zero_stage, found.config.precision, found.world_size) == (stage, "bf16", 2)
+
+
+def test_a_strategy_and_a_reshard_that_mean_two_stages_are_refused_naming_both() -> None:
+    found = refused(fsdp(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=True))
+    assert found == {"fsdp_config.fsdp_sharding_strategy and fsdp_config.fsdp_reshard_after_forward":
+                     "'SHARD_GRAD_OP' is stage 2 and True is stage 3: make them agree, or keep one"}
 
 
 def test_fsdp_with_offload_and_checkpointing() -> None:
@@ -82,6 +89,12 @@ def test_as_many_ranks_as_devices(gpus: str, ranks: int) -> None:
     assert read(f"distributed_type: MULTI_GPU\ngpu_ids: {gpus}\nnum_processes: {ranks}").world_size == ranks
 
 
+def test_devices_are_those_of_every_machine() -> None:
+    text = "distributed_type: MULTI_GPU\nnum_machines: 2\ngpu_ids: 0,1,2,3"
+    assert read(text).world_size == 8
+    assert refused(f"{text}\nnum_processes: 4")["num_processes"].endswith("num_processes 4, gpu_ids 8")
+
+
 def test_ranks_that_disagree_are_refused_naming_all() -> None:
     text = "distributed_type: MULTI_GPU\ngpu_ids: 4,5,6\nnum_processes: 4"
     assert refused(text, world_size=2)["num_processes"].endswith(
@@ -100,7 +113,7 @@ def test_only_data_parallel_ranks_are_taken() -> None:
 @pytest.mark.parametrize(("text", "place", "words"), [
     ("distributed_type: MEGATRON_LM", "distributed_type", "MEGATRON_LM is not supported"),
     ("mixed_precision: fp8", "mixed_precision", "no, bf16 or fp16"),
-    (fsdp(sharding_strategy="HYBRID_SHARD"), "fsdp_config.fsdp_sharding_strategy or fsdp_reshard_after_forward",
+    (fsdp(sharding_strategy="HYBRID_SHARD"), "fsdp_config.fsdp_sharding_strategy",
      "HYBRID_SHARD is not supported"),
     ("distributed_type: DEEPSPEED\ndeepspeed_config: {offload_param_device: disk}",
      "deepspeed_config.offload_param_device", "none, cpu or nvme"),
@@ -120,6 +133,22 @@ def test_a_file_that_another_names_is_asked_for_and_not_opened() -> None:
     assert any(note.startswith("deepspeed_config.zero3_init_flag: ") for note in found.notes)
     other = refused(text, deepspeed={"fp16": {"enabled": True}})
     assert "fp16 and bf16 of the DeepSpeed file mean fp16" in other["mixed_precision"]
+
+
+@pytest.mark.parametrize(("mixed", "precision"), [("fp16", "fp16"), ("bf16", "bf16"), ("'no'", "fp32")])
+def test_what_the_second_file_leaves_open_of_precision_is_accelerates_own(mixed: str, precision: str) -> None:
+    names_it = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\nmixed_precision: "
+    both = {"fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"enabled": "auto"}}
+    found = read(names_it + mixed, deepspeed=both)
+    assert (found.config.precision, found.open) == (precision, ())
+
+
+def test_what_the_second_file_says_of_precision_must_still_agree() -> None:
+    names_it = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\nmixed_precision: "
+    fp16 = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}
+    assert read(f"{names_it}fp16", deepspeed=fp16).config.precision == "fp16"
+    assert "enable one of them" in refused(f"{names_it}bf16", deepspeed=fp16)["fp16.enabled"]
+    assert "mean fp16" in refused(f"{names_it}'no'", deepspeed=fp16)["mixed_precision"]
 
 
 def test_a_second_file_that_is_none_or_that_nothing_names_is_refused() -> None:
