@@ -42,7 +42,7 @@ class UnauthorizedError(ClientError):
 
 
 class AmbiguousIdError(ClientError):
-    """Several studies' ids begin like this; the message lists them."""
+    """Several studies' ids begin like this, or might soon; the message lists them, or says how much to give."""
 
 
 class RefusedError(ClientError):
@@ -110,14 +110,20 @@ class Client:
         filters = {name: value for name, value in (("state", state), ("model", model)) if value is not None}
         return (StudyView.model_validate(item) for item in self._items("/studies", filters))
 
-    def find(self, beginning: str) -> str:
+    def find(self, beginning: str, *, at_least: int = 1) -> str:
         """The id of the one study whose id begins like this; what no id begins like comes back as it is.
 
+        Args:
+            at_least: characters, where a slip could not be undone.
+
         Raises:
-            AmbiguousIdError: several do.
+            AmbiguousIdError: several do, or it is too short.
         """
         if len(beginning) >= _ID_LENGTH or not beginning:
             return beginning
+        if len(beginning) < at_least:
+            raise AmbiguousIdError(f"{beginning} is too little of an id for what cannot be undone: give at least "
+                                   f"{at_least} characters")
         found = [study for study in self.studies() if study.id.startswith(beginning)]
         if len(found) > 1:
             shown = "".join(f"\n  {study.id}  {study.state.value}  {study.name}" for study in found[:_SHOWN_STUDIES])

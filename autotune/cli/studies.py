@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 StudyArgument = Annotated[str, typer.Argument(help="The study's id, or as much of its beginning as tells it from "
                                               "others.")]
 
+LEAST_TO_CANCEL = 6
+"""Characters of an id: what was cancelled does not go on."""
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
@@ -134,7 +137,7 @@ def cancel(
     from autotune.cli.output import print_json
 
     with connect(server, token) as client:
-        study = client.cancel(client.find(study_id))
+        study = client.cancel(client.find(study_id, at_least=LEAST_TO_CANCEL))
     if json:
         print_json(study)
     else:

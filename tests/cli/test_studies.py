@@ -208,8 +208,16 @@ class TestBeginningsOfIds:
         assert f"study {study_id} succeeded" in run("watch", beginning).out
         assert run("export", beginning).code == 0
         assert study_id not in run("cancel", "no-such-id").err
-        cancelled = run("cancel", beginning)
+        cancelled = run("cancel", study_id[:max(6, len(beginning))])
         assert (cancelled.code, "has ended" in cancelled.err) == (1, True)
+
+    def test_to_cancel_a_letter_is_not_enough(self, run: Run, connected: RunningService, database: Database) -> None:
+        study_id = queued(database)
+        refused = run("cancel", study_id[:5])
+        assert (refused.code, "give at least 6 characters" in refused.err) == (1, True)
+        assert next(study["state"] for study in json.loads(run("list", "--json").out)
+                    if study["id"] == study_id) == "queued"
+        assert run("cancel", study_id[:6]).code == 0
 
     def test_a_beginning_of_several_is_refused_with_all_of_them(
             self, run: Run, connected: RunningService, database: Database) -> None:
@@ -218,7 +226,7 @@ class TestBeginningsOfIds:
             study_id = queued(database, sample_request("alike"))
             by_digit.setdefault(study_id[0], []).append(study_id)
         digit, twins = next(item for item in by_digit.items() if len(item[1]) > 1)
-        result = run("cancel", digit)
+        result = run("watch", digit)
         assert result.code == 1
         assert f"studies' ids begin with {digit}, give more of it:" in result.err
         assert f"{twins[-1]}  queued  alike" in result.err
