@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -87,7 +87,7 @@ def run_trial(
     Raises:
         Exception: whatever the task or the engine raises. The step is the last one that `reporter` heard of.
     """
-    started = time.perf_counter()
+    budget = _Budget(started=time.perf_counter(), seconds=deadline_seconds * _DEADLINE_SHARE)
     require_global_batch(request.config, global_batch_size=request.global_batch_size,
                          data_parallel_size=context.world_size)
     reporter.progress(TrialProgress(phase="setup", step=0))
@@ -96,14 +96,7 @@ def run_trial(
     meter.start(request.memory_limit_bytes)
     reporter.baseline()
     loop = TrainingLoop(task, request.config, request.optimizer, seed=request.seed, context=context)
-    trial = _Trial(request, context, reporter, loop, meter)
-    if context.world_size > 1 and context.device.type == "cpu":
-        loop.clock, trial.looks = _WatchedClock(loop.clock, meter), _look_in_backward(loop, meter)
-    trial.started = started
-    trial.record.setup_seconds = time.perf_counter() - started
-    trial.budget_seconds = deadline_seconds * _DEADLINE_SHARE
-    if request.config.compile and context.device.type == "cpu":
-        trial.record.notes.append("peak bytes include what the compiler took in the same process")
+    trial = _Trial(request, context, reporter, loop, meter, budget)
     report = trial.run()
     loop.close()
     del loop, trial, task
@@ -145,6 +138,16 @@ class _WatchedClock:
             self._meter.look()
 
 
+class _Budget(NamedTuple):
+    """When the trial began, and the seconds after which it measures no more."""
+
+    started: float
+    seconds: float
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Agreed:
     """One step as all ranks see it: the slowest one's time, the worst one's troubles."""
@@ -183,7 +186,7 @@ class _Step:
 class _Record:
     """What has been seen so far. Every step that ended well is either of the warm-up or measured."""
 
-    setup_seconds: float = 0.0
+    setup_seconds: float
     warmup: list[_Step] = field(default_factory=list)
     measured: list[_Step] = field(default_factory=list)
     loss_sums: list[float] = field(default_factory=list)
@@ -212,13 +215,15 @@ class _Trial:
     """The steps of one trial on one rank."""
 
     def __init__(self, request: TrialRequest, context: RankContext, reporter: Reporter, loop: TrainingLoop,
-                 meter: MemoryMeter) -> None:
+                 meter: MemoryMeter, budget: _Budget) -> None:
         self._request, self._context, self._reporter = request, context, reporter
         self._loop, self._meter = loop, meter
-        self.record = _Record()
-        self.started = time.perf_counter()
-        self.budget_seconds = math.inf
-        self.looks: list[RemovableHandle] = []
+        self._budget, self._record = budget, _Record(setup_seconds=budget.elapsed())
+        self._looks: list[RemovableHandle] = []
+        if context.world_size > 1 and context.device.type == "cpu":
+            loop.clock, self._looks = _WatchedClock(loop.clock, meter), _look_in_backward(loop, meter)
+        if request.config.compile and context.device.type == "cpu":
+            self._record.notes.append("peak bytes include what the compiler took in the same process")
         self._watches = True
         self._still_to_watch = _steps_to_watch(loop, context.device)
         self._last_seconds: float | None = None
@@ -246,7 +251,7 @@ class _Trial:
         Ends with nothing measured at `max_warmup_steps` or `max_seconds`, not counting what compiled, where that is
         sooner.
         """
-        policy, record = self._request.policy, self.record
+        policy, record = self._request.policy, self._record
         settling = 0.0
         while len(record.warmup) < policy.max_warmup_steps:
             step = self._step("warmup")
@@ -257,13 +262,13 @@ class _Trial:
                 del record.warmup[-steady:]
                 return
             settling += 0.0 if step.agreed.compiled else step.agreed.seconds
-            if settling > policy.max_seconds or step.agreed.elapsed > self.budget_seconds:
+            if settling > policy.max_seconds or step.agreed.elapsed > self._budget.seconds:
                 break
         record.notes.append(f"step time was not steady after {len(record.warmup)} warm-up steps")
 
     def _steady_steps(self) -> int:
         """How many of the last steps count. What one is off by must not matter to the mean that was asked for."""
-        policy, last = self._request.policy, self.record.warmup[-STEADY_WINDOW:]
+        policy, last = self._request.policy, self._record.warmup[-STEADY_WINDOW:]
         if not all(step.is_ordinary for step in last):
             return 0
         return min(steady_steps(_seconds(last), tolerance=policy.target_relative_interval), policy.max_steps)
@@ -274,7 +279,7 @@ class _Trial:
         Steps that were not applied, which leave the update out, belong to the warm-up; so do those that compile anew,
         unless they never end.
         """
-        record, recompiled, skipped = self.record, 0, 0
+        record, recompiled, skipped = self._record, 0, 0
         while not self._is_enough() and skipped < self._request.policy.max_steps:
             step = self._step("measuring")
             if not step.agreed.applied:
@@ -285,7 +290,7 @@ class _Trial:
                 record.warmup.append(step)
             else:
                 record.measured.append(step)
-            if step.agreed.elapsed > self.budget_seconds and len(record.measured) >= _LEAST_MEASURED:
+            if step.agreed.elapsed > self._budget.seconds and len(record.measured) >= _LEAST_MEASURED:
                 record.notes.append("measuring was cut short by the trial's deadline")
                 break
         if recompiled:
@@ -299,13 +304,13 @@ class _Trial:
         record.contended = bool(record.measured) and self._is_contended(record.measured[0].before)
 
     def _require_applied_steps(self) -> None:
-        steps, skipped = len(self.record.applied), self.record.applied.count(False)
-        if len(self.record.measured) < _LEAST_MEASURED:
+        steps, skipped = len(self._record.applied), self._record.applied.count(False)
+        if len(self._record.measured) < _LEAST_MEASURED:
             raise _Stopped(Outcome.NON_FINITE, f"gradients were not finite in {skipped} of {steps} steps: too few were "
                            "applied", steps - 1)
 
     def _is_enough(self) -> bool:
-        samples, policy = self.record.step_seconds, self._request.policy
+        samples, policy = self._record.step_seconds, self._request.policy
         if len(samples) < _LEAST_MEASURED:
             return False
         if len(samples) >= policy.max_steps or sum(samples) > policy.max_seconds or self._is_hopeless():
@@ -316,12 +321,12 @@ class _Trial:
         return (high - low) / 2 <= policy.target_relative_interval * fmean(samples)
 
     def _is_hopeless(self) -> bool:
-        samples, limit = self.record.step_seconds, self._request.hopeless_step_seconds
+        samples, limit = self._record.step_seconds, self._request.hopeless_step_seconds
         return limit is not None and len(samples) >= _LEAST_TO_PRUNE and mean_interval(samples)[0] > limit
 
     def _require_hope(self) -> None:
         if self._is_hopeless():
-            samples, limit = self.record.step_seconds, self._request.hopeless_step_seconds
+            samples, limit = self._record.step_seconds, self._request.hopeless_step_seconds
             low, high = mean_interval(samples)
             raise _Stopped(Outcome.PRUNED, f"a step takes {low:.4g} to {high:.4g} s (95 % interval, {len(samples)} "
                            f"steps), surely longer than the {limit:.4g} s that are worth measuring", None)
@@ -331,7 +336,7 @@ class _Trial:
         sample = getattr(self._loop.task, "longest_sample", None)
         if sample is None:
             return
-        step = len(self.record.applied)
+        step = len(self._record.applied)
         self._announce("measuring", step)
         self._meter.watch()
         self._loop.step_on_sample(int(sample))
@@ -340,7 +345,7 @@ class _Trial:
     # -- one step
 
     def _step(self, phase: Literal["warmup", "measuring"]) -> _Step:
-        record, trainer, number = self.record, self._loop.trainer, len(self.record.applied)
+        record, trainer, number = self._record, self._loop.trainer, len(self._record.applied)
         if phase == "measuring" or not self._still_to_watch:
             self._rest()
         watched = self._watches
@@ -366,7 +371,7 @@ class _Trial:
         if self._watches:
             self._watches = False
             self._meter.rest()
-            for look in self.looks:
+            for look in self._looks:
                 look.remove()
 
     def _announce(self, phase: Literal["warmup", "measuring"], step: int) -> None:
@@ -374,8 +379,7 @@ class _Trial:
 
     def _agree(self, seconds: float, result: LoopStep) -> _Agreed:
         peak = self._peak_bytes()
-        elapsed = time.perf_counter() - self.started
-        largest = self._context.largest((seconds, elapsed, peak, not math.isfinite(result.loss_sum),
+        largest = self._context.largest((seconds, self._budget.elapsed(), peak, not math.isfinite(result.loss_sum),
                                          not result.applied, result.compiled))
         return _Agreed(seconds=largest[0], elapsed=largest[1], peak_bytes=int(largest[2]), non_finite=bool(largest[3]),
                        applied=not largest[4], compiled=bool(largest[5]))
@@ -398,7 +402,7 @@ class _Trial:
 
     def _measurement(self, peak_device_bytes: int) -> Measurement | None:
         """What was measured, None where too little was. Collective."""
-        record, context, loop = self.record, self._context, self._loop
+        record, context, loop = self._record, self._context, self._loop
         losses = loop.mean_losses(record.loss_sums)
         host, setup = context.largest((loop.trainer.peak_host_bytes, record.setup_seconds))
         held = loop.trainer.state_bytes()

@@ -126,7 +126,8 @@ class BestConfig(Value):
         speedup: tokens per second over the baseline's; None where the baseline could not be measured.
         speedup_interval: 95 % interval of it.
         confirmed: measured again beside the other finalists.
-        tie_with: numbers of finalists that may be as fast as the fastest.
+        tie_with: numbers of trials that may be as fast as this one: finalists, and trials measured once that are no
+            slower for all that is known.
     """
 
     study_id: str

@@ -35,7 +35,8 @@ class BestView(Value):
     speedup: float | None = Field(description="tokens per second over the baseline's")
     speedup_interval: tuple[float, float] | None
     confirmed: bool = Field(description="measured again beside the other finalists")
-    tie_with: tuple[int, ...] = Field(description="finalists whose intervals overlap this one's")
+    tie_with: tuple[int, ...] = Field(description="trials that may be as fast: finalists, and trials measured once, "
+                                      "that are no slower for all that is known")
 
     @classmethod
     def of(cls, best: BestConfig) -> "BestView":
