@@ -91,7 +91,8 @@ def list_studies(
         print_json([study.model_dump(mode="json") for study in found])
         return
     console.print(studies_table(
-        (study.id, study.name, study.state.value, progress_text(study.progress),
+        (study.id, study.name, study.state.value,
+         "plan" if study.request.mode == "plan" else progress_text(study.progress),
          rate_text(study.best) if study.best else "") for study in found), soft_wrap=True)
 
 

@@ -122,6 +122,10 @@ class TestList:
         assert text.index(second) < text.index(first)
         assert json.loads(run("list", "--json", "--model", "only-here", "--state", "failed").out) == []
 
+    def test_a_plan_has_no_trials_to_count(self, run: Run, connected: RunningService, database: Database) -> None:
+        queued(database, sample_request("only-plan", mode="plan", hardware={"cluster": "h100-80gb", "devices": 8}))
+        assert run("list", "--model", "only-plan").out.splitlines()[-1].split()[1:] == ["only-plan", "queued", "plan"]
+
     def test_a_name_is_shown_as_it_is(self, run: Run, connected: RunningService, database: Database) -> None:
         queued(database, sample_request("[/odd] [red]name"))
         result = run("list", "--model", "[/odd] [red]name")
