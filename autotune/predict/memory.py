@@ -14,7 +14,7 @@ converted gradients; the terms are those of the phase that needs more.
 
 from dataclasses import dataclass
 
-from autotune.predict.parallel import ALONE, Parallel, activation_bytes
+from autotune.predict.parallel import ALONE, Parallel, activation_bytes, hidden_size
 from engine.config import OptimizerConfig, TrainConfig
 from engine.profile import BackwardPoint, ModelProfile
 from engine.values import BYTES_PER_ELEMENT
@@ -24,8 +24,15 @@ MASTER_BYTES = 4
 
 _KEPT_BLOCKS = 2
 
-CPU_SCRATCH_BYTES = 5 * 2**20
+CPU_SCRATCH_BYTES = 3 * 2**20
 """What the CPU's math libraries keep for themselves in 16 bit; measured beyond the tensors of real trials."""
+
+_SINGLE_BLOCK_BYTES = 256 * 2**10
+"""A CPU's C library takes smaller tensors from its heap. What is freed there is used again by such tensors alone, so
+that larger gradients need memory beside it (see `engine.process.return_blocks_at_once`)."""
+
+_HEAP_GAPS = 0.5
+"""Of the activations, where they lie on the heap; measured were none to all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +86,7 @@ def memory_terms(situation: Situation, config: TrainConfig) -> MemoryTerms:
         "buckets": reducing,
         "gathered": gathered_bytes(situation, config),
         "activations": activations,
-        "workspace": transient + scratch,
+        "workspace": transient + scratch + _heap_gap_bytes(situation, config),
     }
     host = {
         "parameters": parameters if config.offload_param else 0,
@@ -108,6 +115,17 @@ def _backward_peak(situation: Situation, config: TrainConfig) -> tuple[int, int,
     entry = situation.whole.activation(config.activation_checkpointing, config.precision)
     saved = min(size * entry.saved_per_sample, held)
     return saved, held - saved, there
+
+
+def _heap_gap_bytes(situation: Situation, config: TrainConfig) -> int:
+    """On a CPU, memory of the heap that was activations and is not used, where a block's tensors are so small that they
+    lie there."""
+    model, size = situation.whole, config.micro_batch_size
+    between_blocks = size * model.tokens_per_sample * hidden_size(model) * BYTES_PER_ELEMENT[config.precision]
+    if not situation.device_is_host or between_blocks >= _SINGLE_BLOCK_BYTES:
+        return 0
+    saved = size * model.activation(config.activation_checkpointing, config.precision).saved_per_sample
+    return round(_HEAP_GAPS * saved)
 
 
 def shard(elements: int, world_size: int) -> int:
@@ -236,8 +254,8 @@ def reduces_at_once(config: TrainConfig) -> bool:
 
 
 def gather_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
-    """What the update needs: converted gradients of two buckets, but for those converted on the host, and at stages 1
-    and 2 gathers through one buffer where ranks share no memory.
+    """What the update needs: converted gradients of a bucket, but for those converted on the host, and at stages 1 and
+    2 gathers through one buffer where ranks share no memory.
 
     Without overlap one such gather is under way at a time, else all of them.
     """
@@ -245,7 +263,7 @@ def gather_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
     converted = 0
     if held_bytes(config) != _optimizer_element_bytes(config):
         bucket = shard(_bucket_elements(model, config), ranks if config.zero_stage >= 1 else 1)
-        converted = round(2 * bucket * (1 - config.offload_optimizer_ratio)) * _optimizer_element_bytes(config)
+        converted = round(bucket * (1 - config.offload_optimizer_ratio)) * _optimizer_element_bytes(config)
     in_place = ranks == 1 or situation.device_is_host or config.zero_stage not in (1, 2)
     if in_place or config.allgather_bucket_size <= config.reduce_bucket_size:
         return converted
