@@ -1,5 +1,6 @@
 """`make_plan`: every point of a space with its prediction; what cannot run or cannot fit is dropped, with why."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ _ESTIMATED_TERMS = ("activations", "workspace")
 _ESTIMATE_ERROR = 1.0
 """How much larger than predicted these may be for all one knows before the first trial."""
 
+RESERVED_SHARE = 0.02
+"""What a peak may need beyond its prediction, as a share of it, for what no term knows: allocators keep a little of
+what was freed. docs/prediction.md says how far beyond measured peaks were."""
+
 Terms = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
@@ -64,14 +69,14 @@ class Limits:
     host_bytes: int
 
     def allow(self, prediction: Prediction) -> bool:
-        """Whether it stays within both."""
-        return (prediction.peak_device_bytes <= self.device_bytes
+        """Whether it stays within both, a reserve on the device included."""
+        return (device_bytes_to_allow(prediction) <= self.device_bytes
                 and prediction.peak_host_bytes <= self.host_bytes)
 
     def excess(self, prediction: Prediction) -> str:
         """In words, what a prediction that is not allowed needs and may use."""
-        needed, limit, place = ((prediction.peak_device_bytes, self.device_bytes, "device")
-                                if prediction.peak_device_bytes > self.device_bytes
+        needed = device_bytes_to_allow(prediction)
+        needed, limit, place = ((needed, self.device_bytes, "device") if needed > self.device_bytes
                                 else (prediction.peak_host_bytes, self.host_bytes, "host"))
         return f"needs {needed / 2**20:,.0f} MiB of {place} memory where {limit / 2**20:,.0f} may be used"
 
@@ -180,6 +185,11 @@ class Plan:
                               self.hardware.model_dump_json(), self.parallel)
 
 
+def device_bytes_to_allow(prediction: Prediction) -> int:
+    """The lowest limit of a device under which a configuration is called feasible."""
+    return math.ceil(prediction.peak_device_bytes * (1 + RESERVED_SHARE))
+
+
 def limits_of(request: StudyRequest, hardware: HardwareProfile) -> Limits:
     """What the request allows, and the hardware has."""
     memory_limit = min(hardware.memory_bytes, request.hardware.memory_limit_bytes or hardware.memory_bytes)
@@ -212,7 +222,7 @@ def make_plan(request: StudyRequest, space: Space, model: ModelProfile, hardware
         if limits.allow(prediction):
             candidates.append(Candidate(config, prediction))
             continue
-        place = "device" if prediction.peak_device_bytes > limits.device_bytes else "host"
+        place = "device" if device_bytes_to_allow(prediction) > limits.device_bytes else "host"
         rejections.append(Rejection(config, f"does not fit into {place} memory", memory=True))
     return Plan(request=request, model=model, hardware=hardware, space=space, candidates=tuple(candidates),
                 rejections=tuple(rejections), limits=limits, parallel=parallel)

@@ -9,6 +9,7 @@ from autotune.predict.cluster import bundled_cluster
 from autotune.predict.constants import FITTED
 from autotune.predict.decoder import Decoder, decoder_profile
 from autotune.predict.parallel import ALONE, Parallel
+from autotune.search.plan import RESERVED_SHARE
 from benchmarks import machine, replay
 from benchmarks.predict import constant_utilisation, correlation, fit, fsdp_rows, megatron_rows, missed
 from benchmarks.replay import Group, Run
@@ -101,10 +102,20 @@ def test_ranks_are_correlated_inside_groups() -> None:
     assert correlation(group, FITTED) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("total", "expected"), [
-    ({"error %": 8.8}, False), ({"error %": 9.0}, True), ({"correlation": 0.94}, False), ({"correlation": 0.92}, True)])
-def test_what_is_promised(total: dict[str, float], *, expected: bool) -> None:
-    assert missed(total) == expected
+@pytest.mark.parametrize(("row", "expected"), [
+    ({"error %": 8.8, "should fit %": 100.0}, False), ({"error %": 9.0}, True),
+    ({"error %": 4.0, "should fit %": 99.3}, True), ({"correlation": 0.94}, False), ({"correlation": 0.92}, True),
+    ({"median peak error %": 2.9, "95th percentile %": 7.9, "over the limit %": 2.9, "failed": 0}, False),
+    ({"median peak error %": 3.1}, True), ({"95th percentile %": 8.1}, True), ({"over the limit %": 3.1}, True),
+    ({"failed": 1}, True)])
+def test_what_is_promised(row: dict[str, float], *, expected: bool) -> None:
+    assert missed([row]) == expected
+
+
+def test_every_models_times_must_be_ordered() -> None:
+    for lowest, expected in ((0.91, False), (0.89, True)):
+        rows = [{"step correlation": lowest}, {"step correlation": 0.99}, {"step correlation": None}]
+        assert missed(rows) == expected
 
 
 class TestMachine:
@@ -125,7 +136,7 @@ class TestMachine:
         one, two, every = machine.summaries([row("a", 1.0, 100, 0.1), row("a", 2.0, 110, 0.3), failed,
                                              row("b", 1.0, 80, 0.2), row("b", 2.0, 80, 0.1)])
         assert (one["configurations"], one["failed"], one["step correlation"]) == (2, 1, pytest.approx(1.0))
-        assert one["beyond %"] == pytest.approx(10.0)
-        assert (two["step correlation"], two["beyond %"]) == (pytest.approx(-1.0), 0.0)
+        assert one["over the limit %"] == pytest.approx(100 * (110 / (100 * (1 + RESERVED_SHARE)) - 1), abs=0.01)
+        assert (two["step correlation"], two["over the limit %"]) == (pytest.approx(-1.0), 0.0)
         assert two["median peak error %"] == pytest.approx(25.0)
         assert (every["configurations"], every["step correlation"]) == (4, None)

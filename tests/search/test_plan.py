@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from autotune.search.plan import RESERVED_SHARE, Limits, device_bytes_to_allow
 from autotune.search.space import parse_space
 from engine.config import TrainConfig
 from tests.search.support import MIB, hardware_profile, model_profile, study_plan, study_request
@@ -75,11 +76,23 @@ def test_the_user_s_baseline_is_measured_as_given_even_if_it_should_not_fit() ->
 
 
 def test_the_default_is_the_smallest_that_should_fit_where_none_fits_for_sure() -> None:
-    limits = {size: study_plan(study_request(space={"micro_batch_size": "auto"})).predict(
-        TrainConfig(micro_batch_size=size)).peak_device_bytes for size in (1, 2)}
-    plan = study_plan(study_request(space={"micro_batch_size": "auto"}, memory_limit_bytes=limits[2]))
+    needed = study_plan(study_request()).predict(TrainConfig(micro_batch_size=2))
+    plan = study_plan(study_request(space={"micro_batch_size": "auto"},
+                                    memory_limit_bytes=device_bytes_to_allow(needed)))
     assert max(candidate.config.micro_batch_size for candidate in plan.candidates) == 2
     assert plan.default.micro_batch_size == 1
+
+
+def test_a_share_of_what_is_needed_is_held_in_reserve() -> None:
+    needed = study_plan(study_request()).predict(TrainConfig(micro_batch_size=1))
+    least = device_bytes_to_allow(needed)
+    assert least == pytest.approx(needed.peak_device_bytes * (1 + RESERVED_SHARE), abs=1)
+    allowing, refusing = (Limits(device_bytes=limit, host_bytes=needed.peak_host_bytes) for limit in (least, least - 1))
+    assert allowing.allow(needed)
+    assert not refusing.allow(needed)
+    assert f"needs {least / MIB:,.0f} MiB of device memory" in refusing.excess(needed)
+    no_host = Limits(device_bytes=least, host_bytes=needed.peak_host_bytes - 1)
+    assert not no_host.allow(needed)
 
 
 def test_nothing_fits_says_so_down_to_the_smallest_micro_batch() -> None:
