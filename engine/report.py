@@ -34,7 +34,7 @@ class MeasurePolicy(Value):
     """How long a trial measures.
 
     Steps are discarded until step time is steady. Those that show it, and the steps after them, are measured until the
-    95 % confidence interval of the mean step time is within `target_relative_interval` of it (half width over mean), or
+    95 % confidence interval of their trimmed mean is within `target_relative_interval` of it (half width over mean), or
     a limit is reached.
     """
 
@@ -97,7 +97,7 @@ class StateBytes(Value):
 
 
 class PhaseSeconds(Value):
-    """Mean seconds per optimizer step by phase, rank 0; they sum to the mean step time."""
+    """Mean seconds per optimizer step by phase, rank 0; they sum to the trimmed mean of the step time."""
 
     data: float
     forward: float

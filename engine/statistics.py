@@ -1,8 +1,11 @@
 """Statistics of step times, shared by the worker that measures and the search that compares. Standard library only."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import NormalDist, fmean, median, stdev
+from typing import TypeVar
+
+Sample = TypeVar("Sample")
 
 STEADY_WINDOW = 3
 """So many step times in a row agree once the pace is steady."""
@@ -11,8 +14,33 @@ _STEADY_RANGE = 0.15
 """Times agree whose range is within this share of their median."""
 
 
-def mean_interval(samples: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Confidence interval of the mean, Student's t with n-1 degrees of freedom.
+_TRIMMED_SHARE = 0.2
+"""Of the samples, at either end: a step that something else held up must not decide. Fewer than five spare none."""
+
+
+def middle(samples: Iterable[Sample], key: Callable[[Sample], float]) -> list[Sample]:
+    """All but the fifth with the smallest keys and the fifth with the largest, in order of the keys."""
+    ordered = sorted(samples, key=key)
+    spared = math.floor(_TRIMMED_SHARE * len(ordered))
+    return ordered[spared:len(ordered) - spared]
+
+
+def robust_mean(samples: Sequence[float]) -> float:
+    """Mean of the middle three fifths (a trimmed mean)."""
+    return fmean(middle(samples, float))
+
+
+def robust_error(samples: Sequence[float]) -> float:
+    """Standard error of `robust_mean`, from the winsorized deviation (Yuen 1974); infinite for one sample."""
+    if len(samples) < 2:
+        return math.inf
+    kept = middle(samples, float)
+    within = stdev(min(max(sample, kept[0]), kept[-1]) for sample in samples)
+    return within * math.sqrt((len(samples) - 1) / (len(kept) * (len(kept) - 1)))
+
+
+def robust_interval(samples: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
+    """Confidence interval of `robust_mean`, Student's t with as many degrees of freedom as samples it is of, less one.
 
     Args:
         samples: at least one value; with one value nothing is known, and the interval is (0, inf).
@@ -22,8 +50,8 @@ def mean_interval(samples: Sequence[float], *, confidence: float = 0.95) -> tupl
     """
     if len(samples) < 2:
         return 0.0, math.inf
-    half = t_quantile(0.5 + confidence / 2, len(samples) - 1) * stdev(samples) / math.sqrt(len(samples))
-    mean = fmean(samples)
+    mean, degrees = robust_mean(samples), len(middle(samples, float)) - 1
+    half = t_quantile(0.5 + confidence / 2, degrees) * robust_error(samples)
     return max(mean - half, 0.0), mean + half
 
 

@@ -32,7 +32,7 @@ from engine.report import (
     TrialRequest,
 )
 from engine.spec import GptSpec
-from engine.statistics import STEADY_WINDOW, mean_interval, steady_steps
+from engine.statistics import STEADY_WINDOW, middle, robust_interval, robust_mean, steady_steps
 from engine.tasks.build import build_task
 from engine.values import Precision
 
@@ -267,11 +267,14 @@ class _Trial:
         record.notes.append(f"step time was not steady after {len(record.warmup)} warm-up steps")
 
     def _steady_steps(self) -> int:
-        """How many of the last steps count. What one is off by must not matter to the mean that was asked for."""
+        """How many of the last steps count. What one is off by must not matter to the mean that was asked for, which
+        spares the slowest where it is of enough steps."""
         policy, last = self._request.policy, self._record.warmup[-STEADY_WINDOW:]
         if not all(step.is_ordinary for step in last):
             return 0
-        return min(steady_steps(_seconds(last), tolerance=policy.target_relative_interval), policy.max_steps)
+        spares_one = len(middle(range(policy.min_steps), float)) < policy.min_steps
+        tolerance = math.inf if spares_one else policy.target_relative_interval
+        return min(steady_steps(_seconds(last), tolerance=tolerance), policy.max_steps)
 
     def _measure(self) -> None:
         """Steps until the mean's interval is narrow enough, or a limit is reached; two at the least.
@@ -317,17 +320,17 @@ class _Trial:
             return True
         if len(samples) < policy.min_steps:
             return False
-        low, high = mean_interval(samples)
-        return (high - low) / 2 <= policy.target_relative_interval * fmean(samples)
+        low, high = robust_interval(samples)
+        return (high - low) / 2 <= policy.target_relative_interval * robust_mean(samples)
 
     def _is_hopeless(self) -> bool:
         samples, limit = self._record.step_seconds, self._request.hopeless_step_seconds
-        return limit is not None and len(samples) >= _LEAST_TO_PRUNE and mean_interval(samples)[0] > limit
+        return limit is not None and len(samples) >= _LEAST_TO_PRUNE and robust_interval(samples)[0] > limit
 
     def _require_hope(self) -> None:
         if self._is_hopeless():
             samples, limit = self._record.step_seconds, self._request.hopeless_step_seconds
-            low, high = mean_interval(samples)
+            low, high = robust_interval(samples)
             raise _Stopped(Outcome.PRUNED, f"a step takes {low:.4g} to {high:.4g} s (95 % interval, {len(samples)} "
                            f"steps), surely longer than the {limit:.4g} s that are worth measuring", None)
 
@@ -411,8 +414,8 @@ class _Trial:
         if len(step_seconds) < _LEAST_MEASURED:
             return None
         tokens = self._request.global_batch_size * loop.task.tokens_per_sample
-        mean = fmean(step_seconds)
-        low, high = mean_interval(step_seconds)
+        mean = robust_mean(step_seconds)
+        low, high = robust_interval(step_seconds)
         return Measurement(
             step_seconds=tuple(step_seconds), warmup_seconds=tuple(_seconds(record.warmup)),
             tokens_per_second=tokens / mean, samples_per_second=self._request.global_batch_size / mean,
@@ -426,10 +429,11 @@ class _Trial:
 
 
 def _mean_phases(measured: Sequence[_Step], mean_step_seconds: float) -> PhaseSeconds:
-    """Means over the measured steps; waiting for slower ranks belongs to the step phase."""
-    means = {name: fmean(step.phases[name] for step in measured) for name in PHASES}
+    """Means over the steps that `robust_mean` is of; waiting for slower ranks belongs to the step phase."""
+    kept = middle(measured, lambda step: step.agreed.seconds)
+    means = {name: fmean(step.phases[name] for step in kept) for name in PHASES}
     means["step"] += max(mean_step_seconds - sum(means.values()), 0.0)
-    host, transfer = (fmean(seconds) for seconds in zip(*(step.offload for step in measured), strict=True))
+    host, transfer = (fmean(seconds) for seconds in zip(*(step.offload for step in kept), strict=True))
     return PhaseSeconds(data=means["data"], forward=means["forward"], backward=means["backward"], step=means["step"],
                         host_step=host or None, transfer=transfer or None)
 

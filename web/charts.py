@@ -86,7 +86,7 @@ def step_times(trial: Trial) -> Figure:
     for entry in data:
         entry["hovertemplate"] = "step %{x}: %{y:.4g} ms<extra>%{fullData.name}</extra>"
     rate = shown_throughput(trial)
-    shapes, annotations = _horizontal(1e3 * rate.step_seconds, "mean") if rate else ([], [])
+    shapes, annotations = _horizontal(1e3 * rate.step_seconds, "trimmed mean") if rate else ([], [])
     layout = _layout("optimizer step of the run", "milliseconds", shapes=shapes, annotations=annotations)
     layout["yaxis"] |= {"rangemode": "tozero"}
     return {"data": data, "layout": layout}

@@ -1,12 +1,11 @@
 """How fast a trial is, over all its measurements: one number, the same wherever it is shown or used."""
 
 import math
-from statistics import fmean
 from typing import Protocol
 
 from autotune.domain.study import Trial, TrialState
 from engine.report import Measurement, Outcome
-from engine.statistics import mean_interval
+from engine.statistics import robust_interval, robust_mean
 from engine.values import Value
 
 
@@ -88,13 +87,13 @@ def _pooled(trial: Trial, runs: list[Measurement]) -> Throughput | None:
 
 def _rate_over(runs: list[Measurement]) -> Throughput:
     samples = [seconds for run in runs for seconds in run.step_seconds]
-    mean = fmean(samples)
+    mean = robust_mean(samples)
     # tokens of a step are the same for every configuration, so any measurement tells them
-    tokens_per_step = runs[0].tokens_per_second * fmean(runs[0].step_seconds)
+    tokens_per_step = runs[0].tokens_per_second * robust_mean(runs[0].step_seconds)
     rate = tokens_per_step / mean
     half_width = _half_width(samples)
     if len(runs) > 1:
-        half_width = max(half_width, _half_width([fmean(run.step_seconds) for run in runs]))
+        half_width = max(half_width, _half_width([robust_mean(run.step_seconds) for run in runs]))
     if math.isfinite(half_width):
         error = half_width / mean
         interval = (rate / (1 + error), rate * (1 + error))
@@ -102,9 +101,9 @@ def _rate_over(runs: list[Measurement]) -> Throughput:
         interval = runs[0].tokens_per_second_interval
         error = max(interval[1] - rate, rate - interval[0], 0.0) / rate
     return Throughput(tokens_per_second=rate, interval=interval, relative_error=error, step_seconds=mean,
-                      samples_per_second=runs[0].samples_per_second * fmean(runs[0].step_seconds) / mean)
+                      samples_per_second=runs[0].samples_per_second * robust_mean(runs[0].step_seconds) / mean)
 
 
 def _half_width(samples: list[float]) -> float:
     """Of the mean's 95 % confidence interval; infinite where there is one sample only."""
-    return mean_interval(samples)[1] - fmean(samples)
+    return robust_interval(samples)[1] - robust_mean(samples)

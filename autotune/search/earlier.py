@@ -7,7 +7,6 @@ hardware was another, and so were its limits. It never counts as a trial of this
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from autotune.search.plan import Plan
 from autotune.search.surrogate import Array, Earlier, Prior
 from engine.config import TrainConfig
 from engine.report import Measurement
+from engine.statistics import robust_mean
 
 _KINSHIPS = ((0.0, 0.0), (0.75, 0.0))
 """Correlations between studies, and what is thought of each beforehand: an earlier study tells nothing, or much."""
@@ -82,7 +82,7 @@ def with_earlier(arrays: Arrays, plan: Plan, studies: Sequence[EarlierStudy]) ->
     predictions, runs = [each.prediction for each in found], [each.measurement for each in found]
     rows = _Rows(plan, found)
     time = rows.added(arrays.time, _table(arrays.names, [each.seconds for each in predictions]),
-                      [fmean(run.step_seconds) for run in runs])
+                      [robust_mean(run.step_seconds) for run in runs])
     bytes_and_peaks = (([each.device_bytes for each in predictions], [run.peak_device_bytes for run in runs]),
                        ([each.host_bytes for each in predictions], [run.peak_host_bytes for run in runs]))
     return replace(arrays, time=time, places=tuple(

@@ -9,7 +9,7 @@ of how far they scatter.
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, stdev, variance
+from statistics import fmean, variance
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from autotune.domain.study import Trial
 from autotune.domain.throughput import is_valid, may_win
 from engine.report import Measurement
-from engine.statistics import t_quantile
+from engine.statistics import robust_error, robust_mean, t_quantile
 
 
 class Gain(NamedTuple):
@@ -47,7 +47,7 @@ class Rounds:
         for row, (number, place, _) in enumerate(runs):
             design[row, self._trials.index(number)] = 1
             design[row, len(self._trials) + rounds.index(place)] = 1
-        logs = np.array([math.log(fmean(run.step_seconds)) for _, _, run in runs])
+        logs = np.array([math.log(robust_mean(run.step_seconds)) for _, _, run in runs])
         self._spread = np.linalg.pinv(design.T @ design)
         self._effects = self._spread @ design.T @ logs
         self._freedom = len(runs) - int(np.linalg.matrix_rank(design))
@@ -91,7 +91,7 @@ def scatter(trials: Sequence[Trial]) -> Scatter:
     says less of the next."""
     squares, freedom = 0.0, 0
     for trial in trials:
-        logs = [math.log(fmean(run.step_seconds)) for run in trial.measurements if is_valid(run)]
+        logs = [math.log(robust_mean(run.step_seconds)) for run in trial.measurements if is_valid(run)]
         if may_win(trial) and len(logs) > 1:
             squares += variance(logs) * (len(logs) - 1)
             freedom += len(logs) - 1
@@ -101,4 +101,4 @@ def scatter(trials: Sequence[Trial]) -> Scatter:
 def _within(run: Measurement) -> float:
     """Variance of the logarithm of a run's mean step time, from the scatter of its steps."""
     steps = run.step_seconds
-    return (stdev(steps) / fmean(steps)) ** 2 / len(steps) if len(steps) > 1 else 0.0
+    return (robust_error(steps) / robust_mean(steps)) ** 2 if len(steps) > 1 else 0.0

@@ -27,6 +27,7 @@ from engine.report import (
     TrialReport,
     TrialRequest,
 )
+from engine.statistics import robust_mean
 from engine.values import Value
 
 FILE = Path(__file__).parents[1] / "data" / "search_grid.json"
@@ -114,7 +115,7 @@ def _trial(config: TrainConfig) -> TrialRequest:
 def _measured(config: TrainConfig, done: list[TrialReport]) -> Measured:
     runs = [report.measurement for report in done if report.outcome is Outcome.OK and report.measurement is not None]
     return Measured(config=config, outcomes=tuple(report.outcome for report in done),
-                    step_seconds=tuple(fmean(run.step_seconds) for run in runs),
+                    step_seconds=tuple(robust_mean(run.step_seconds) for run in runs),
                     peak_device_bytes=tuple(run.peak_device_bytes for run in runs),
                     peak_host_bytes=tuple(run.peak_host_bytes for run in runs))
 

@@ -3,10 +3,11 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from scipy import stats
 
-from engine.statistics import mean_interval, steady_steps, t_quantile
+from engine.statistics import middle, robust_error, robust_interval, robust_mean, steady_steps, t_quantile
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 8, 15, 30, 100])
@@ -20,13 +21,13 @@ def test_the_interval_covers_the_true_mean_as_often_as_it_says():
     rounds = 2000
     covered = 0
     for _ in range(rounds):
-        low, high = mean_interval([rng.gauss(1.0, 0.1) for _ in range(6)])
+        low, high = robust_interval([rng.gauss(1.0, 0.1) for _ in range(6)])
         covered += low <= 1.0 <= high
     assert covered / rounds == pytest.approx(0.95, abs=0.015)
 
 
 def test_one_sample_says_nothing():
-    assert mean_interval([0.5]) == (0.0, math.inf)
+    assert robust_interval([0.5]) == (0.0, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,36 @@ def test_where_steps_only_vary_few_are_taken_for_warm_up():
         counted += samples[3 - steady_steps(samples, tolerance=0.03):]
     assert len(counted) > 2.85 * rounds
     assert sum(counted) / len(counted) == pytest.approx(1.0, abs=0.002)
+
+
+def test_the_mean_spares_a_fifth_at_either_end() -> None:
+    """As scipy's, and from five samples on."""
+    rng = random.Random(0)
+    for count in range(1, 31):
+        samples = [rng.expovariate(1.0) for _ in range(count)]
+        assert robust_mean(samples) == pytest.approx(stats.trim_mean(samples, 0.2))
+        assert middle(samples, float) == sorted(middle(samples, float))
+    assert robust_mean([1.0, 2.0, 3.0, 10.0]) == 4.0
+    assert robust_mean([1.0, 2.0, 3.0, 4.0, 100.0]) == 3.0
+
+
+def test_one_step_that_was_held_up_does_not_decide() -> None:
+    steps = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01]
+    low, high = robust_interval([*steps, 5.0])
+    assert robust_mean([*steps, 5.0]) == pytest.approx(1.0, abs=0.01)
+    assert low > 0.97
+    assert high < 1.03
+
+
+def test_of_few_samples_the_interval_is_students() -> None:
+    samples = [1.0, 1.2, 0.9, 1.1]
+    low, high = stats.t.interval(0.95, 3, loc=1.05, scale=stats.sem(samples))
+    assert robust_interval(samples) == (pytest.approx(low, rel=0.01), pytest.approx(high, rel=0.01))
+
+
+def test_the_error_is_the_deviation_of_many_means() -> None:
+    rng = random.Random(0)
+    draws = [[rng.gauss(1.0, 0.1) + (0.5 if rng.random() < 0.05 else 0.0) for _ in range(20)] for _ in range(2000)]
+    deviation = float(np.std([robust_mean(draw) for draw in draws]))
+    assert float(np.mean([robust_error(draw) for draw in draws])) == pytest.approx(deviation, rel=0.1)
+    assert robust_error([1.0]) == math.inf

@@ -11,7 +11,7 @@ from autotune.search.layouts import ClusterPlan
 from autotune.store import Database
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome, PhaseSeconds, StateBytes, TrialProgress, TrialReport
-from engine.statistics import mean_interval
+from engine.statistics import robust_interval
 from tests.support.plans import cluster_plan
 from tests.support.samples import sample_best, sample_hardware_profile
 
@@ -41,7 +41,7 @@ def measurement(step_seconds: float, *, peak_mib: float, host_mib: float = 0.0, 
     chance = random.Random(seed)
     steps = tuple(step_seconds * chance.gauss(1.0, 0.012) for _ in range(12))
     mean = sum(steps) / len(steps)
-    low, high = mean_interval(steps)
+    low, high = robust_interval(steps)
     values: dict[str, Any] = {
         "step_seconds": steps, "warmup_seconds": (2.6 * step_seconds, 1.2 * step_seconds, 1.05 * step_seconds),
         "tokens_per_second": TOKENS_PER_STEP / mean,
