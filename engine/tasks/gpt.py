@@ -13,17 +13,32 @@ from engine.tasks.synthetic import random_bits
 from engine.tasks.transformer import TransformerBlock
 
 
+class _Linear(nn.Linear):
+    """Without values until it is given them: drawing torch's own first would take as long as drawing the model's."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class _Embedding(nn.Embedding):
+    """Likewise."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Gpt(nn.Module):
     """Token ids (B, L) -> logits (B, L, V)."""
 
     def __init__(self, spec: GptSpec) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(spec.vocab, spec.hidden)
-        self.positions = nn.Embedding(spec.sequence_length, spec.hidden)
-        self.blocks = nn.ModuleList(TransformerBlock(spec.hidden, spec.heads, causal=True) for _ in range(spec.layers))
+        self.tokens = _Embedding(spec.vocab, spec.hidden)
+        self.positions = _Embedding(spec.sequence_length, spec.hidden)
+        self.blocks = nn.ModuleList(TransformerBlock(spec.hidden, spec.heads, causal=True, linear=_Linear)
+                                    for _ in range(spec.layers))
         self.norm = nn.LayerNorm(spec.hidden)
-        self.head = nn.Linear(spec.hidden, spec.vocab, bias=False)
         self.apply(_initialize)
+        self.head = _Linear(spec.hidden, spec.vocab, bias=False, device="meta")
         self.head.weight = self.tokens.weight
 
     def forward(self, ids_BL: Tensor) -> Tensor:

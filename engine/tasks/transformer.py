@@ -5,18 +5,22 @@ from torch.nn import functional as F
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each with its norm and residual. (B, L, H) -> (B, L, H)."""
+    """Attention and feed-forward, each with its norm and residual. (B, L, H) -> (B, L, H).
 
-    def __init__(self, hidden: int, heads: int, *, causal: bool) -> None:
+    Args:
+        linear: makes its layers.
+    """
+
+    def __init__(self, hidden: int, heads: int, *, causal: bool, linear: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
         self.heads = heads
         self.causal = causal
         self.norm_1 = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.projection = nn.Linear(hidden, hidden)
+        self.qkv = linear(hidden, 3 * hidden)
+        self.projection = linear(hidden, hidden)
         self.norm_2 = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 4 * hidden)
-        self.down = nn.Linear(4 * hidden, hidden)
+        self.up = linear(hidden, 4 * hidden)
+        self.down = linear(4 * hidden, hidden)
 
     def forward(self, x_BLH: Tensor) -> Tensor:
         x_BLH = x_BLH + self._attend(self.norm_1(x_BLH))

@@ -123,9 +123,10 @@ def test_the_memory_of_steps_is_watched_until_one_has_needed_everything(
         {"name": optimizer})})
     report, _ = run_trial(request, CONTEXT, heard)
     assert report.measurement is not None
-    skipped = report.measurement.skipped_steps
-    assert (skipped > 1) == (watched is None)
-    assert rests == [skipped + (watched or 1)]
+    if watched is not None:
+        assert (rests, report.measurement.skipped_steps) == ([watched], 0)
+    else:  # later ones may overflow again
+        assert 2 < rests[0] <= report.measurement.skipped_steps + 1
 
 
 def test_steps_that_compile_are_not_measured() -> None:
