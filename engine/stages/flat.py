@@ -22,6 +22,8 @@ class FlatParameters:
     """
 
     reduces_every_micro_batch: ClassVar[bool]
+    memory_is_common: ClassVar[bool] = False
+    """Whether all ranks' parameters are the same memory, so that each writes its own alone."""
 
     def __init__(self, context: StageContext) -> None:
         config, self.ranks = context.config, context.ranks
@@ -151,12 +153,16 @@ class FlatParameters:
         memory = self.allocate([bucket.size * bucket.dtype.itemsize for bucket in buckets])
         for bucket, place in zip(buckets, memory, strict=True):
             flat = self.flats[bucket.index] = place.view(bucket.dtype)
-            values = torch.empty(bucket.size, dtype=context.optimizer_dtype(bucket), device=context.device)
+            dtype = context.optimizer_dtype(bucket)
+            in_place = dtype == bucket.dtype and not self.memory_is_common
+            values = flat if in_place else torch.empty(bucket.size, dtype=dtype, device=context.device)
             bucket.fill(values)
             self.ranks.broadcast(values)
-            self.write(bucket, values)
+            if not in_place:
+                self.write(bucket, values)
             if bucket.trainable and values.dtype != bucket.dtype:
-                self._masters[bucket.index] = values[self.owned(bucket)].clone()
+                own = values[self.owned(bucket)]
+                self._masters[bucket.index] = own if len(own) == bucket.size else own.clone()
             bucket.bind(flat)
         self._versions = {slot.managed.index: slot.managed.parameter._version
                           for bucket in buckets for slot in bucket.slots}

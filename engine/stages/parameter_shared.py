@@ -4,6 +4,7 @@ What a rank holds is its shard, and what it needs of the others' it reads where 
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from engine.stages.gradient_sharded import GradientSharded
 
 
 class ParameterShared(GradientSharded):
+    memory_is_common: ClassVar[bool] = True
+
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
         return self.ranks.common(sizes)
 
