@@ -9,7 +9,7 @@ from engine.report import Outcome
 from tests.support.samples import START, sample_measurement
 
 
-@pytest.mark.parametrize(("outcome", "speed"), [(Outcome.OK, "640 tok/s"), (Outcome.NON_FINITE, "1,280 tok/s")])
+@pytest.mark.parametrize(("outcome", "speed"), [(Outcome.OK, "641 tok/s"), (Outcome.NON_FINITE, "1,280 tok/s")])
 def test_a_trial_shows_all_its_measurements_where_they_count(outcome: Outcome, speed: str) -> None:
     first, again = sample_measurement(0.1), sample_measurement(0.3, peak_device_bytes=3 * 2**20)
     trial = Trial(study_id="0" * 32, number=1, role=TrialRole.SUGGESTED, state=TrialState.FINISHED, outcome=outcome,

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
+
 from typing import Any
 
 import pytest
 import yaml
 
+from engine.statistics import robust_mean
 from tests.e2e.live import SMALL_BUCKETS, SMALL_GPT, LiveService, live_service, study_request
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def test_every_trial_keeps_the_global_batch(trials: list[dict[str, Any]]) -> Non
         config, measurement = trial["config"], trial["measurement"]
         assert config["micro_batch_size"] * config["gradient_accumulation_steps"] * RANKS == GLOBAL_BATCH
         assert measurement["world_size"] == RANKS
-        per_step = measurement["samples_per_second"] * fmean(measurement["step_seconds"])
+        per_step = measurement["samples_per_second"] * robust_mean(measurement["step_seconds"])
         assert per_step == pytest.approx(GLOBAL_BATCH, rel=1e-6)
 
 
@@ -94,8 +95,8 @@ def rate(trial: dict[str, Any]) -> float:
     """Tokens per second over all uncontended measurements."""
     measurements = [each for each in (trial["measurement"], *trial["repeats"]) if not each["contended"]]
     seconds = [step for each in measurements for step in each["step_seconds"]]
-    tokens = measurements[0]["tokens_per_second"] * fmean(measurements[0]["step_seconds"])
-    return tokens / fmean(seconds)
+    tokens = measurements[0]["tokens_per_second"] * robust_mean(measurements[0]["step_seconds"])
+    return tokens / robust_mean(seconds)
 
 
 def test_the_winner_is_the_fastest_confirmed_trial(
