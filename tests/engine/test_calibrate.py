@@ -9,6 +9,7 @@ import torch.distributed as dist
 from engine.calibrate import (
     _collectives,
     _cost,
+    _longer,
     _Sample,
     calibrate,
     can_train,
@@ -44,7 +45,8 @@ def test_one_rank_is_calibrated_within_ten_seconds() -> None:
     assert 1e8 < (profile.update_bytes_per_second or 0) < 1e12
     assert (profile.reduce_scatter, profile.all_reduce, profile.all_gather) == ({}, {}, None)
     costs = profile.operators["fp32"]
-    assert costs["product"].seconds_per_flop == pytest.approx(1 / profile.matmul_flops_per_second["fp32"], rel=0.6)
+    # A cost is a median, where other work counts, and the rate the best that was reached.
+    assert 0.4 < costs["product"].seconds_per_flop * profile.matmul_flops_per_second["fp32"] < 10
     assert 1e-12 < costs["other"].seconds_per_byte < 1e-8
 
 
@@ -104,6 +106,11 @@ def _collectives_of_a_rank() -> list[float]:
     assert found.all_gather is not None
     each = [*found.reduce_scatter.values(), *found.all_reduce.values(), found.all_gather]
     return [value for collective in each for value in (collective.latency_seconds, collective.bytes_per_second)]
+
+
+def test_a_small_message_that_was_held_up_does_not_make_the_large_one_free() -> None:
+    assert _longer(1.0, 0.1) == 0.9
+    assert _longer(1.0, 0.99) == _longer(1.0, 2.0) == 0.25
 
 
 @pytest.mark.parametrize("size", [2, 3])
