@@ -6,6 +6,7 @@ import torch
 
 from engine.errors import DeviceMemoryLimitError
 from engine.process import (
+    bytes_in_use,
     give_back_memory,
     keep_freed_blocks,
     reset_peak_resident,
@@ -22,6 +23,10 @@ _GROWTH = 0.5
 
 _LEAST_GROWTH_BYTES = 64 * 2**20
 
+_NEW_NEED_SHARE, _LEAST_NEW_NEED_BYTES, _NEW_NEED_BYTES = 0.1, 8 * 2**20, 64 * 2**20
+"""What is in use when a phase ends has no gaps, and is as much in each step: so much more, of what it was when watched
+or in bytes, is a need that was not watched. Less than the few megabytes that code takes is none."""
+
 
 class MemoryMeter(Protocol):
     """Measures while it watches, from `start` on. Bytes that were there before do not count."""
@@ -37,6 +42,12 @@ class MemoryMeter(Protocol):
 
     def look(self) -> None:
         """Something else begins now: what ranks share may be taken and given back."""
+
+    def end_phase(self) -> None:
+        """A phase of a step is over: as `look`, and notes how much is in use, at rest too."""
+
+    def has_grown(self) -> bool:
+        """Whether what came at rest needed more than what was watched, so that the like is to be watched."""
 
     def peak_device_bytes(self, *, host_bytes: int, shared_bytes: int) -> int:
         """The most that was in use at once while the meter watched.
@@ -74,23 +85,27 @@ class ResidentMeter:
 
     While it watches, the allocator gives back what is freed: by itself it keeps a heap whose gaps make peaks of equal
     trials differ by 6 to 12 %; so they agree within 1 %. As that takes time, it does not while the meter rests. The
-    first peak at rest then stands for the watched one, gaps and all, and what later ones are beyond it counts.
+    first peak at rest then stands for the watched one, gaps and all, and what later ones are beyond it counts if it is
+    more than gaps explain. Less shows in what is in use when a phase ends, and is to be watched.
     """
 
     def __init__(self) -> None:
         self._baseline_bytes = self._shared_bytes = 0
         self._peak_bytes = self._watched_bytes = 0
         self._rested_bytes: int | None = None
+        self._baseline_in_use = self._watched_in_use = self._rested_in_use = 0
         self._watches = False
 
     def start(self, limit_bytes: int | None) -> None:
         self.watch()
         self._baseline_bytes, self._peak_bytes = resident_memory().anonymous, 0
+        self._watched_in_use = self._rested_in_use = self._baseline_in_use = bytes_in_use()
 
     def watch(self) -> None:
         return_blocks_at_once()
         reset_peak_resident()
         self._shared_bytes, self._watches = resident_memory().shared, True
+        self._watched_in_use = max(self._watched_in_use, self._rested_in_use)
 
     def rest(self) -> None:
         self.look()
@@ -100,6 +115,17 @@ class ResidentMeter:
     def look(self) -> None:
         if self._watches:
             self._peak_bytes = max(self._peak_bytes, self._peak_since_last())
+
+    def end_phase(self) -> None:
+        self.look()
+        if self._watches:
+            self._watched_in_use = max(self._watched_in_use, bytes_in_use())
+        else:
+            self._rested_in_use = max(self._rested_in_use, bytes_in_use())
+
+    def has_grown(self) -> bool:
+        share = max(_NEW_NEED_SHARE * (self._watched_in_use - self._baseline_in_use), _LEAST_NEW_NEED_BYTES)
+        return self._rested_in_use - self._watched_in_use > min(share, _NEW_NEED_BYTES)
 
     def peak_device_bytes(self, *, host_bytes: int, shared_bytes: int) -> int:
         self.look()
@@ -151,6 +177,12 @@ class AcceleratorMeter:
 
     def look(self) -> None:
         pass
+
+    def end_phase(self) -> None:
+        pass
+
+    def has_grown(self) -> bool:
+        return False
 
     def peak_device_bytes(self, *, host_bytes: int, shared_bytes: int) -> int:
         return max(torch.accelerator.max_memory_allocated(self._device) - self._baseline_bytes, 0)

@@ -19,7 +19,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SINGLE_BLOCK_BYTES = 256 * 2**10
 _LARGEST_FILLER_BYTES = 2**30
 _MOST_FILLERS = 1000
-_fillers: list[int] = []
+_fillers: dict[int, int] = {}
+"""Sizes of blocks by their address."""
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -65,7 +66,7 @@ def keep_freed_blocks() -> None:
     largest thresholds that it comes to (mallopt(3))."""
     _set_heap(mmap_threshold=32 * 2**20, trim_threshold=64 * 2**20)
     while _fillers:
-        _libc().free(_fillers.pop())
+        _libc().free(_fillers.popitem()[0])
 
 
 def _set_heap(*, mmap_threshold: int, trim_threshold: int) -> None:
@@ -83,10 +84,19 @@ def _occupy_gaps() -> None:
             before = libc.mallinfo2().mapped_blocks
             filler = libc.malloc(size)
             if filler and libc.mallinfo2().mapped_blocks == before and len(_fillers) < _MOST_FILLERS:
-                _fillers.append(filler)
+                _fillers[filler] = size
             else:  # no gap is so large
                 libc.free(filler)
                 size //= 2
+
+
+def bytes_in_use() -> int:
+    """Bytes of the blocks that glibc has given out and not got back, gaps between them left out; else 0."""
+    try:
+        blocks = _libc().mallinfo2()
+    except AttributeError:  # another C library
+        return 0
+    return int(blocks.in_use + blocks.mapped_bytes) - sum(_fillers.values())
 
 
 @functools.cache
@@ -100,10 +110,10 @@ def _libc() -> ctypes.CDLL:
 
 
 class _MallocInfo(ctypes.Structure):
-    """mallinfo(3), whose fourth number is that of the blocks that were mapped singly."""
+    """mallinfo(3): number and bytes of the blocks that were mapped singly, bytes in use of the others."""
 
     _fields_ = tuple((name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "mapped_blocks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+        "arena", "ordblks", "smblks", "mapped_blocks", "mapped_bytes", "usmblks", "fsmblks", "in_use", "fordblks",
         "keepcost"))
 
 

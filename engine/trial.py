@@ -32,7 +32,7 @@ from engine.report import (
     TrialRequest,
 )
 from engine.spec import GptSpec
-from engine.statistics import STEADY_WINDOW, middle, robust_interval, robust_mean, steady_steps
+from engine.statistics import STEADY_WINDOW, measured_interval, middle, robust_interval, robust_mean, steady_steps
 from engine.tasks.build import build_task
 from engine.values import Precision
 
@@ -127,7 +127,7 @@ def _look_in_backward(loop: TrainingLoop, meter: MemoryMeter) -> list[RemovableH
 
 
 class _WatchedClock:
-    """Looks at memory whenever a phase is over."""
+    """Tells the memory meter whenever a phase is over."""
 
     def __init__(self, clock: PhaseClock, meter: MemoryMeter) -> None:
         self._clock, self._meter = clock, meter
@@ -136,7 +136,7 @@ class _WatchedClock:
     def lap(self, phase: PhaseName) -> None:
         self._clock.lap(phase)
         if phase != "data":
-            self._meter.look()
+            self._meter.end_phase()
 
 
 class _Budget(NamedTuple):
@@ -156,6 +156,7 @@ class _Agreed:
     seconds: float
     elapsed: float
     peak_bytes: int
+    grown: bool
     non_finite: bool
     applied: bool
     compiled: bool
@@ -221,8 +222,9 @@ class _Trial:
         self._loop, self._meter = loop, meter
         self._budget, self._record = budget, _Record(setup_seconds=budget.elapsed())
         self._looks: list[RemovableHandle] = []
-        if context.world_size > 1 and context.device.type == "cpu":
-            loop.clock, self._looks = _WatchedClock(loop.clock, meter), _look_in_backward(loop, meter)
+        if context.device.type == "cpu":
+            loop.clock = _WatchedClock(loop.clock, meter)
+            self._looks = self._look()
         if request.config.compile and context.device.type == "cpu":
             self._record.notes.append("peak bytes include what the compiler took in the same process")
         self._watches = True
@@ -280,14 +282,17 @@ class _Trial:
     def _measure(self) -> None:
         """Steps until the mean's interval is narrow enough, or a limit is reached; two at the least.
 
-        Steps that were not applied, which leave the update out, belong to the warm-up; so do those that compile anew,
-        unless they never end.
+        Steps that were not applied, which leave the update out, belong to the warm-up, as do those that are watched; so
+        do those that compile anew, unless they never end.
         """
         record, recompiled, skipped = self._record, 0, 0
-        while not self._is_enough() and skipped < self._request.policy.max_steps:
+        self._still_to_watch = 0
+        while (self._still_to_watch or not self._is_enough()) and skipped < self._request.policy.max_steps:
             step = self._step("measuring")
             if not step.agreed.applied:
                 skipped += 1
+                record.warmup.append(step)
+            elif step.watched:
                 record.warmup.append(step)
             elif step.agreed.compiled and recompiled < self._request.policy.max_steps:
                 recompiled += 1
@@ -326,12 +331,12 @@ class _Trial:
 
     def _is_hopeless(self) -> bool:
         samples, limit = self._record.step_seconds, self._request.hopeless_step_seconds
-        return limit is not None and len(samples) >= _LEAST_TO_PRUNE and robust_interval(samples)[0] > limit
+        return limit is not None and len(samples) >= _LEAST_TO_PRUNE and measured_interval(samples)[0] > limit
 
     def _require_hope(self) -> None:
         if self._is_hopeless():
             samples, limit = self._record.step_seconds, self._request.hopeless_step_seconds
-            low, high = robust_interval(samples)
+            low, high = measured_interval(samples)
             raise _Stopped(Outcome.PRUNED, f"a step takes {low:.4g} to {high:.4g} s (95 % interval, {len(samples)} "
                            f"steps), surely longer than the {limit:.4g} s that are worth measuring", None)
 
@@ -350,7 +355,9 @@ class _Trial:
 
     def _step(self, phase: Literal["warmup", "measuring"]) -> _Step:
         record, trainer, number = self._record, self._loop.trainer, len(self._record.applied)
-        if phase == "measuring" or not self._still_to_watch:
+        if self._still_to_watch:
+            self._watch()
+        else:
             self._rest()
         watched = self._watches
         self._announce(phase, number)
@@ -366,7 +373,10 @@ class _Trial:
         if agreed.non_finite:
             raise _Stopped(Outcome.NON_FINITE, f"the loss was not finite at step {number}", number)
         self._hold_limit(agreed, number)
-        self._still_to_watch -= watched and agreed.applied
+        if watched:
+            self._still_to_watch -= agreed.applied
+        elif agreed.grown:
+            self._still_to_watch = 1  # the next step, which hopefully is alike
         return _Step(agreed=agreed, watched=watched, phases=self._loop.clock.seconds(), before=before,
                      offload=(host_now - host, transfer_now - transfer))
 
@@ -378,15 +388,26 @@ class _Trial:
             for look in self._looks:
                 look.remove()
 
+    def _watch(self) -> None:
+        """The next steps may need more than the memory meter has seen."""
+        if not self._watches:
+            self._watches = True
+            self._meter.watch()
+            self._looks = self._look()
+
+    def _look(self) -> list[RemovableHandle]:
+        several = self._context.world_size > 1 and self._context.device.type == "cpu"
+        return _look_in_backward(self._loop, self._meter) if several else []
+
     def _announce(self, phase: Literal["warmup", "measuring"], step: int) -> None:
         self._reporter.progress(TrialProgress(phase=phase, step=step, step_seconds=self._last_seconds))
 
     def _agree(self, seconds: float, result: LoopStep) -> _Agreed:
         peak = self._peak_bytes()
-        largest = self._context.largest((seconds, self._budget.elapsed(), peak, not math.isfinite(result.loss_sum),
-                                         not result.applied, result.compiled))
-        return _Agreed(seconds=largest[0], elapsed=largest[1], peak_bytes=int(largest[2]), non_finite=bool(largest[3]),
-                       applied=not largest[4], compiled=bool(largest[5]))
+        largest = self._context.largest((seconds, self._budget.elapsed(), peak, self._meter.has_grown(),
+                                         not math.isfinite(result.loss_sum), not result.applied, result.compiled))
+        return _Agreed(seconds=largest[0], elapsed=largest[1], peak_bytes=int(largest[2]), grown=bool(largest[3]),
+                       non_finite=bool(largest[4]), applied=not largest[5], compiled=bool(largest[6]))
 
     def _peak_bytes(self) -> int:
         trainer = self._loop.trainer
@@ -416,7 +437,7 @@ class _Trial:
             return None
         tokens = self._request.global_batch_size * loop.task.tokens_per_sample
         mean = robust_mean(step_seconds)
-        low, high = robust_interval(step_seconds)
+        low, high = measured_interval(step_seconds)
         return Measurement(
             step_seconds=tuple(step_seconds), warmup_seconds=tuple(_seconds(record.warmup)),
             tokens_per_second=tokens / mean, samples_per_second=self._request.global_batch_size / mean,

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from autotune.domain.study import Trial, TrialState
 from engine.report import Measurement, Outcome
-from engine.statistics import robust_interval, robust_mean
+from engine.statistics import measured_interval, robust_interval, robust_mean
 from engine.values import Value
 
 
@@ -91,9 +91,10 @@ def _rate_over(runs: list[Measurement]) -> Throughput:
     # tokens of a step are the same for every configuration, so any measurement tells them
     tokens_per_step = runs[0].tokens_per_second * robust_mean(runs[0].step_seconds)
     rate = tokens_per_step / mean
-    half_width = _half_width(samples)
+    half_width = measured_interval(samples)[1] - mean
     if len(runs) > 1:
-        half_width = max(half_width, _half_width([robust_mean(run.step_seconds) for run in runs]))
+        means = [robust_mean(run.step_seconds) for run in runs]
+        half_width = max(half_width, robust_interval(means)[1] - robust_mean(means))
     if math.isfinite(half_width):
         error = half_width / mean
         interval = (rate / (1 + error), rate * (1 + error))
@@ -102,8 +103,3 @@ def _rate_over(runs: list[Measurement]) -> Throughput:
         error = max(interval[1] - rate, rate - interval[0], 0.0) / rate
     return Throughput(tokens_per_second=rate, interval=interval, relative_error=error, step_seconds=mean,
                       samples_per_second=runs[0].samples_per_second * robust_mean(runs[0].step_seconds) / mean)
-
-
-def _half_width(samples: list[float]) -> float:
-    """Of the mean's 95 % confidence interval; infinite where there is one sample only."""
-    return robust_interval(samples)[1] - robust_mean(samples)

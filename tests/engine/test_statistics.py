@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from engine.statistics import middle, robust_error, robust_interval, robust_mean, steady_steps, t_quantile
+from engine.statistics import (
+    STEADY_WINDOW,
+    measured_interval,
+    middle,
+    robust_error,
+    robust_interval,
+    robust_mean,
+    steady_steps,
+    t_quantile,
+)
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 8, 15, 30, 100])
@@ -90,3 +99,25 @@ def test_the_error_is_the_deviation_of_many_means() -> None:
     deviation = float(np.std([robust_mean(draw) for draw in draws]))
     assert float(np.mean([robust_error(draw) for draw in draws])) == pytest.approx(deviation, rel=0.1)
     assert robust_error([1.0]) == math.inf
+
+
+def _measured(rng: random.Random, spread: float) -> list[float]:
+    """Heavy-tailed times around 1, from three on that agree, until their interval is narrow or 30 are there."""
+    def step() -> float:
+        return 1 + spread * rng.gauss(0, 1) / math.sqrt(rng.gammavariate(1.5, 2) / 3)  # Student's t, 3 degrees
+
+    samples: list[float] = []
+    while not steady_steps(samples, tolerance=math.inf):
+        samples.append(step())
+    samples = samples[-STEADY_WINDOW:]
+    while len(samples) < 5 or (
+            len(samples) < 30 and robust_interval(samples)[1] - robust_mean(samples) > 0.03 * robust_mean(samples)):
+        samples.append(step())
+    return samples
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.03, 0.06])
+def test_the_interval_of_times_that_were_measured_until_it_was_narrow_covers_their_mean(spread: float) -> None:
+    rng = random.Random(0)
+    intervals = [measured_interval(_measured(rng, spread)) for _ in range(1500)]
+    assert 0.93 <= sum(low <= 1.0 <= high for low, high in intervals) / len(intervals) < 0.98

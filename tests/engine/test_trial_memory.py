@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from tests.support.trials import QUICK
 
 MIB = 2**20
 WIDTH, DEPTH = 512, 24
+_BASE = 4 * MIB
+"""Elements of a loss."""
 
 
 def _hold(megabytes: int) -> None:
@@ -66,6 +69,41 @@ class _Apply(nn.Module):
 
 def holds(*, place: str) -> _Holds:
     return _Holds(place)
+
+
+class _Grows(ToyTask):
+    """From a step on its loss takes 30 % more."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(lambda now: self._note(now >= step))
+
+    def _note(self, grown: bool) -> None:
+        self._size = int(_BASE * 1.3) if grown else _BASE
+
+    def loss(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        return (loss * torch.ones(self._size)).square().mean()
+
+
+def grows(*, step: int) -> _Grows:
+    return _Grows(step)
+
+
+def test_a_need_that_comes_with_the_third_step_and_stays_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOWED_TASKS_VARIABLE, __name__)
+    context = RankContext(rank=0, world_size=1, device=torch.device("cpu"))
+    peaks, steps = [], []
+    for step in (0, 0, 2):  # the first takes what libraries then keep
+        request = TrialRequest(
+            model=PythonSpec(kind="python", entry_point=f"{__name__}:grows", arguments={"step": step}),
+            optimizer=OptimizerConfig(), global_batch_size=1, policy=QUICK, config=TrainConfig(micro_batch_size=1))
+        report, _ = run_trial(request, context, SilentReporter())
+        assert report.measurement is not None
+        peaks.append(report.measurement.peak_device_bytes)
+        steps.append(len(report.measurement.losses))
+    assert peaks[2] == pytest.approx(peaks[1], rel=0.03)
+    assert peaks[1] > 2 * 4 * _BASE * 1.3
+    assert steps == [4, 4, 5]
 
 
 class _SecondLook(SilentReporter):
