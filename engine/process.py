@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_SINGLE_BLOCK_BYTES = 256 * 2**10
+SINGLE_BLOCK_BYTES = 256 * 2**10
+"""From this size on glibc maps a block by itself, and gives it back when it is freed, in `return_blocks_at_once`."""
 _LARGEST_FILLER_BYTES = 2**30
 _MOST_FILLERS = 1000
 _fillers: dict[int, int] = {}
@@ -56,7 +57,7 @@ def return_blocks_at_once() -> None:
     """Have glibc give every larger block back when it is freed: resident memory is what is in use, at the price of
     page faults that can double the time of a step. What is free now is given back, and not used for such blocks."""
     keep_freed_blocks()
-    _set_heap(mmap_threshold=_SINGLE_BLOCK_BYTES, trim_threshold=16 * 2**20)
+    _set_heap(mmap_threshold=SINGLE_BLOCK_BYTES, trim_threshold=16 * 2**20)
     give_back_memory()
     _occupy_gaps()
 
@@ -80,7 +81,7 @@ def _occupy_gaps() -> None:
     """Take the free blocks of the heap, untouched and so without memory, lest allocations fill and keep them."""
     with suppress(AttributeError):
         libc, size = _libc(), _LARGEST_FILLER_BYTES
-        while size >= _SINGLE_BLOCK_BYTES:
+        while size >= SINGLE_BLOCK_BYTES:
             before = libc.mallinfo2().mapped_blocks
             filler = libc.malloc(size)
             if filler and libc.mallinfo2().mapped_blocks == before and len(_fillers) < _MOST_FILLERS:

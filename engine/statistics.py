@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import NormalDist, fmean, median, stdev
 from typing import TypeVar
 
-Sample = TypeVar("Sample")
+_Sample = TypeVar("_Sample")
 
 STEADY_WINDOW = 3
 """So many step times in a row agree once the pace is steady."""
@@ -18,7 +18,7 @@ _TRIMMED_SHARE = 0.2
 """Of the samples, at either end: a step that something else held up must not decide. Fewer than five spare none."""
 
 
-def middle(samples: Iterable[Sample], key: Callable[[Sample], float]) -> list[Sample]:
+def middle(samples: Iterable[_Sample], key: Callable[[_Sample], float]) -> list[_Sample]:
     """All but the fifth with the smallest keys and the fifth with the largest, in order of the keys."""
     ordered = sorted(samples, key=key)
     spared = math.floor(_TRIMMED_SHARE * len(ordered))

@@ -225,8 +225,8 @@ class _Trial:
         if context.device.type == "cpu":
             loop.clock = _WatchedClock(loop.clock, meter)
             self._looks = self._look()
-        if request.config.compile and context.device.type == "cpu":
-            self._record.notes.append("peak bytes include what the compiler took in the same process")
+            if request.config.compile:
+                self._record.notes.append("peak bytes include what the compiler took in the same process")
         self._watches = True
         self._still_to_watch = _steps_to_watch(loop, context.device)
         self._last_seconds: float | None = None
@@ -396,8 +396,8 @@ class _Trial:
             self._looks = self._look()
 
     def _look(self) -> list[RemovableHandle]:
-        several = self._context.world_size > 1 and self._context.device.type == "cpu"
-        return _look_in_backward(self._loop, self._meter) if several else []
+        """On a CPU, where alone a step is watched."""
+        return _look_in_backward(self._loop, self._meter) if self._context.world_size > 1 else []
 
     def _announce(self, phase: Literal["warmup", "measuring"], step: int) -> None:
         self._reporter.progress(TrialProgress(phase=phase, step=step, step_seconds=self._last_seconds))

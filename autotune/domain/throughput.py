@@ -89,8 +89,8 @@ def _rate_over(runs: list[Measurement]) -> Throughput:
     samples = [seconds for run in runs for seconds in run.step_seconds]
     mean = robust_mean(samples)
     # tokens of a step are the same for every configuration, so any measurement tells them
-    tokens_per_step = runs[0].tokens_per_second * robust_mean(runs[0].step_seconds)
-    rate = tokens_per_step / mean
+    of_first = robust_mean(runs[0].step_seconds) / mean
+    rate = runs[0].tokens_per_second * of_first
     half_width = measured_interval(samples)[1] - mean
     if len(runs) > 1:
         means = [robust_mean(run.step_seconds) for run in runs]
@@ -102,4 +102,4 @@ def _rate_over(runs: list[Measurement]) -> Throughput:
         interval = runs[0].tokens_per_second_interval
         error = max(interval[1] - rate, rate - interval[0], 0.0) / rate
     return Throughput(tokens_per_second=rate, interval=interval, relative_error=error, step_seconds=mean,
-                      samples_per_second=runs[0].samples_per_second * robust_mean(runs[0].step_seconds) / mean)
+                      samples_per_second=runs[0].samples_per_second * of_first)

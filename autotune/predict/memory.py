@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from autotune.predict.parallel import ALONE, Parallel, activation_bytes, hidden_size
 from engine.config import OptimizerConfig, TrainConfig
+from engine.process import SINGLE_BLOCK_BYTES
 from engine.profile import BackwardPoint, ModelProfile
 from engine.values import BYTES_PER_ELEMENT
 
@@ -26,10 +27,6 @@ _KEPT_BLOCKS = 2
 
 CPU_SCRATCH_BYTES = 3 * 2**20
 """What the CPU's math libraries keep for themselves in 16 bit; measured beyond the tensors of real trials."""
-
-_SINGLE_BLOCK_BYTES = 256 * 2**10
-"""A CPU's C library takes smaller tensors from its heap. What is freed there is used again by such tensors alone, so
-that larger gradients need memory beside it (see `engine.process.return_blocks_at_once`)."""
 
 _HEAP_GAPS = 0.5
 """Of the activations, where they lie on the heap; measured were none to all of them."""
@@ -119,10 +116,11 @@ def _backward_peak(situation: Situation, config: TrainConfig) -> tuple[int, int,
 
 def _heap_gap_bytes(situation: Situation, config: TrainConfig) -> int:
     """On a CPU, memory of the heap that was activations and is not used, where a block's tensors are so small that they
-    lie there."""
+    lie there: what is freed there is used again by such tensors alone, so that larger gradients need memory beside it.
+    """
     model, size = situation.whole, config.micro_batch_size
     between_blocks = size * model.tokens_per_sample * hidden_size(model) * BYTES_PER_ELEMENT[config.precision]
-    if not situation.device_is_host or between_blocks >= _SINGLE_BLOCK_BYTES:
+    if not situation.device_is_host or between_blocks >= SINGLE_BLOCK_BYTES:
         return 0
     saved = size * model.activation(config.activation_checkpointing, config.precision).saved_per_sample
     return round(_HEAP_GAPS * saved)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -70,14 +70,19 @@ class Limits:
 
     def allow(self, prediction: Prediction) -> bool:
         """Whether it stays within both, a reserve on the device included."""
-        return (device_bytes_to_allow(prediction) <= self.device_bytes
-                and prediction.peak_host_bytes <= self.host_bytes)
+        return self.exceeded(prediction) is None
+
+    def exceeded(self, prediction: Prediction) -> Literal["device", "host"] | None:
+        """Which of the two does not allow it, the device's first."""
+        if device_bytes_to_allow(prediction) > self.device_bytes:
+            return "device"
+        return "host" if prediction.peak_host_bytes > self.host_bytes else None
 
     def excess(self, prediction: Prediction) -> str:
         """In words, what a prediction that is not allowed needs and may use."""
-        needed = device_bytes_to_allow(prediction)
-        needed, limit, place = ((needed, self.device_bytes, "device") if needed > self.device_bytes
-                                else (prediction.peak_host_bytes, self.host_bytes, "host"))
+        place = self.exceeded(prediction)
+        needed, limit = ((device_bytes_to_allow(prediction), self.device_bytes) if place == "device"
+                         else (prediction.peak_host_bytes, self.host_bytes))
         return f"needs {needed / 2**20:,.0f} MiB of {place} memory where {limit / 2**20:,.0f} may be used"
 
 
@@ -219,11 +224,11 @@ def make_plan(request: StudyRequest, space: Space, model: ModelProfile, hardware
             rejections.append(Rejection(config, reason))
             continue
         prediction = predict(model, hardware, request.training.optimizer, config, parallel)
-        if limits.allow(prediction):
+        place = limits.exceeded(prediction)
+        if place is None:
             candidates.append(Candidate(config, prediction))
-            continue
-        place = "device" if device_bytes_to_allow(prediction) > limits.device_bytes else "host"
-        rejections.append(Rejection(config, f"does not fit into {place} memory", memory=True))
+        else:
+            rejections.append(Rejection(config, f"does not fit into {place} memory", memory=True))
     return Plan(request=request, model=model, hardware=hardware, space=space, candidates=tuple(candidates),
                 rejections=tuple(rejections), limits=limits, parallel=parallel)
 
