@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from autotune.search.plan import RESERVED_SHARE, Limits, device_bytes_to_allow
+from autotune.search.plan import Limits, device_bytes_to_allow
 from autotune.search.space import parse_space
 from engine.config import TrainConfig
 from tests.search.support import MIB, hardware_profile, model_profile, study_plan, study_request
@@ -83,16 +83,17 @@ def test_the_default_is_the_smallest_that_should_fit_where_none_fits_for_sure() 
     assert plan.default.micro_batch_size == 1
 
 
-def test_a_share_of_what_is_needed_is_held_in_reserve() -> None:
+def test_two_percent_of_what_is_needed_are_held_in_reserve() -> None:
     needed = study_plan(study_request()).predict(TrainConfig(micro_batch_size=1))
     least = device_bytes_to_allow(needed)
-    assert least == pytest.approx(needed.peak_device_bytes * (1 + RESERVED_SHARE), abs=1)
+    assert least == pytest.approx(1.02 * needed.peak_device_bytes, abs=1)
     allowing, refusing = (Limits(device_bytes=limit, host_bytes=needed.peak_host_bytes) for limit in (least, least - 1))
     assert allowing.allow(needed)
     assert not refusing.allow(needed)
     assert f"needs {least / MIB:,.0f} MiB of device memory" in refusing.excess(needed)
     no_host = Limits(device_bytes=least, host_bytes=needed.peak_host_bytes - 1)
     assert not no_host.allow(needed)
+    assert [limits.exceeded(needed) for limits in (allowing, refusing, no_host)] == [None, "device", "host"]
 
 
 def test_nothing_fits_says_so_down_to_the_smallest_micro_batch() -> None:
