@@ -61,21 +61,26 @@ def calibrate(context: RankContext) -> HardwareProfile:
     collectives = _collectives(context, tuple(operators))
     software = {"torch": torch.__version__, "threads_per_rank": str(torch.get_num_threads())}
     return HardwareProfile(
-        fingerprint=hardware_fingerprint(device.type, device_name, context.world_size, memory, software),
+        fingerprint=hardware_fingerprint(device.type, device_name, context.world_size, memory, software,
+                                         shares_memory=collectives.shares_memory),
         device_type=device.type, device_name=device_name, world_size=context.world_size, memory_bytes=memory,
         host_memory_bytes=host, precisions=precisions, matmul_flops_per_second=rates, copy_bytes_per_second=copy,
         allreduce_bytes_per_second=bandwidth, allreduce_latency_seconds=latency, software=software,
         launch_seconds=context.largest((launch_seconds(device),))[0], operators=operators,
         reduce_scatter=collectives.reduce_scatter, all_reduce=collectives.all_reduce,
-        all_gather=collectives.all_gather, update_bytes_per_second=_slowest(context, partial(update_rate, device)))
+        all_gather=collectives.all_gather, shares_memory=collectives.shares_memory,
+        update_bytes_per_second=_slowest(context, partial(update_rate, device)))
 
 
 def hardware_fingerprint(
-    device_type: str, device_name: str, world_size: int, memory_bytes: int, software: dict[str, str]
+    device_type: str, device_name: str, world_size: int, memory_bytes: int, software: dict[str, str], *,
+    shares_memory: bool | None = None,
 ) -> str:
-    """Equal for equal devices, device count and software; memory counts in GiB, as totals differ by a few pages."""
+    """Equal for equal devices, device count and software, and for CPUs of one host or of several; memory counts in
+    GiB, as totals differ by a few pages."""
     gib = round(memory_bytes / 2**30)
-    parts = (device_type, device_name, str(world_size), str(gib), *map(str, sorted(software.items())))
+    apart = ("apart",) if device_type == "cpu" and shares_memory is False else ()
+    parts = (device_type, device_name, str(world_size), str(gib), *map(str, sorted(software.items())), *apart)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
@@ -225,12 +230,13 @@ class _Collectives(NamedTuple):
     reduce_scatter: dict[Precision, Collective]
     all_reduce: dict[Precision, Collective]
     all_gather: Collective | None
+    shares_memory: bool | None
 
 
 def _collectives(context: RankContext, precisions: Sequence[Precision]) -> _Collectives:
     """The engine's own, by the transport that it would take."""
     if context.world_size == 1:
-        return _Collectives({}, {}, None)
+        return _Collectives({}, {}, None, None)
     ranks = Ranks(dist.group.WORLD, device=context.device)
     piece = 4 * context.world_size  # a number for every rank in each dtype
     sizes = tuple(-(-size // piece) * piece for size in _COLLECTIVE_BYTES[context.device.type == "cpu"])
@@ -247,7 +253,7 @@ def _collectives(context: RankContext, precisions: Sequence[Precision]) -> _Coll
             ranks.all_gather([row.view(-1)[:size].view(context.world_size, -1)]).wait()
             ranks.finish_reading()
 
-        return _Collectives(reduced, summed, _collective(context, gather, sizes))
+        return _Collectives(reduced, summed, _collective(context, gather, sizes), ranks.shares_memory)
     finally:
         ranks.close()
 

@@ -39,7 +39,7 @@ class ActivationBytes(Value):
     backward: tuple[BackwardPoint, ...] = ()
 
 
-PROFILE_VERSION = "3"
+PROFILE_VERSION = "4"
 """Of what probe and calibration find; stored profiles of another one are not used."""
 
 OperatorClass = Literal["product", "attention", "other"]
@@ -151,5 +151,7 @@ class HardwareProfile(Value):
     reduce_scatter: dict[Precision, Collective] = Field({}, description="by the dtype sent")
     all_reduce: dict[Precision, Collective] = Field({}, description="by the dtype sent")
     all_gather: Collective | None = None
+    shares_memory: bool | None = Field(
+        None, description="whether ranks read each other's memory where it lies; None: not told, then on a CPU they do")
     update_bytes_per_second: float | None = Field(
         None, description="of AdamW on the device: parameters, gradients and states, read and written")

@@ -33,10 +33,7 @@ class Calibrated:
     reduce_scatter: Collective
     all_gather: Collective
     by_computing: bool
-
-    @property
-    def reads_in_place(self) -> bool:
-        return self.by_computing
+    reads_in_place: bool
 
     def allreduce(self, size: float, *, pieces: int = 1) -> float:
         return _seconds(self.all_reduce, size, pieces)
@@ -94,7 +91,13 @@ def data_group(hardware: HardwareProfile, *, ranks: int, stride: int, precision:
     if gather is None or ranks != hardware.world_size or precision not in hardware.reduce_scatter:
         return ring(hardware, ranks=ranks, stride=stride)
     return Calibrated(all_reduce=hardware.all_reduce[precision], reduce_scatter=hardware.reduce_scatter[precision],
-                      all_gather=gather, by_computing=hardware.device_type == "cpu")
+                      all_gather=gather, by_computing=hardware.device_type == "cpu",
+                      reads_in_place=reads_in_place(hardware))
+
+
+def reads_in_place(hardware: HardwareProfile) -> bool:
+    """Whether ranks read each other's memory where it lies."""
+    return hardware.device_type == "cpu" if hardware.shares_memory is None else hardware.shares_memory
 
 
 def ring(hardware: HardwareProfile, *, ranks: int, stride: int) -> Ring:

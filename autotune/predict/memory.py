@@ -48,6 +48,7 @@ class Situation:
         model: the part that one device holds.
         world_size: ranks that hold the same part.
         device_is_host: the device's memory is the host's, as on a CPU.
+        reads_in_place: ranks read each other's memory where it lies, as the processes of one host do on a CPU.
         whole: the model that `model` is a part of.
     """
 
@@ -57,6 +58,7 @@ class Situation:
     optimizer: OptimizerConfig
     world_size: int
     device_is_host: bool
+    reads_in_place: bool
 
 
 def memory_terms(situation: Situation, config: TrainConfig) -> MemoryTerms:
@@ -72,7 +74,7 @@ def memory_terms(situation: Situation, config: TrainConfig) -> MemoryTerms:
     scratch = CPU_SCRATCH_BYTES if situation.device_is_host and config.precision != "fp32" else 0
     reducing, updating = reduce_buffer_bytes(situation, config), gather_buffer_bytes(situation, config)
     all_gradients = max(gradient_bytes(model, config, situation.world_size) - _gradients_in_rooms(situation, config), 0)
-    kept = reducing if situation.device_is_host else 0  # rooms stay
+    kept = reducing if situation.reads_in_place else 0  # rooms stay
     if kept + updating + all_gradients > reducing + activations + transient + gradients:
         reducing, activations, transient, gradients = kept + updating, 0, 0, all_gradients
     device = {
@@ -191,7 +193,7 @@ def reduce_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
     ranks = situation.world_size
     if ranks == 1:
         return 0
-    if situation.device_is_host:
+    if situation.reads_in_place:
         return _room_bytes(situation, config)
     elements = _bucket_elements(situation.model, config)
     wire = BYTES_PER_ELEMENT[config.reduce_dtype]
@@ -240,7 +242,7 @@ def _room_elements(model: ModelProfile, config: TrainConfig) -> int:
 
 def _gradients_in_rooms(situation: Situation, config: TrainConfig) -> int:
     """Bytes of stage 0's gradients of one micro-batch that lie where they were reduced, and are counted there."""
-    if (not situation.device_is_host or config.zero_stage or config.gradient_accumulation_steps > 1
+    if (not situation.reads_in_place or config.zero_stage or config.gradient_accumulation_steps > 1
             or situation.world_size == 1 or not _backward_points(situation, config)):
         return 0
     return _room_elements(situation.model, config) * BYTES_PER_ELEMENT[config.reduce_dtype]
@@ -262,7 +264,7 @@ def gather_buffer_bytes(situation: Situation, config: TrainConfig) -> int:
     if held_bytes(config) != _optimizer_element_bytes(config):
         bucket = shard(_bucket_elements(model, config), ranks if config.zero_stage >= 1 else 1)
         converted = round(bucket * (1 - config.offload_optimizer_ratio)) * _optimizer_element_bytes(config)
-    in_place = ranks == 1 or situation.device_is_host or config.zero_stage not in (1, 2)
+    in_place = ranks == 1 or situation.reads_in_place or config.zero_stage not in (1, 2)
     if in_place or config.allgather_bucket_size <= config.reduce_bucket_size:
         return converted
     gathered = (model.trainable_parameters if config.overlap_comm
@@ -274,7 +276,7 @@ def gathered_bytes(situation: Situation, config: TrainConfig) -> int:
     """Stage 3: full parameters that exist for the time of their use: those outside of blocks, the block in use and
     the one before, and with overlap those gathered ahead. None where ranks read each other's."""
     model, ranks = situation.model, situation.world_size
-    if config.zero_stage < 3 or ((ranks == 1 or situation.device_is_host) and not config.offload_param):
+    if config.zero_stage < 3 or ((ranks == 1 or situation.reads_in_place) and not config.offload_param):
         return 0
     outside = model.parameters - model.block_count * model.block_parameters
     in_use = min(max(outside, 0) + _KEPT_BLOCKS * model.block_parameters, model.parameters)

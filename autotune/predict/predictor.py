@@ -1,6 +1,7 @@
 """`predict`: one configuration's memory and time, before it is tried."""
 
 from autotune.domain.prediction import Prediction
+from autotune.predict.communication import reads_in_place
 from autotune.predict.constants import FITTED, Constants
 from autotune.predict.memory import Situation, memory_terms
 from autotune.predict.parallel import ALONE, Parallel, part_of
@@ -27,7 +28,8 @@ def predict(model: ModelProfile, hardware: HardwareProfile, optimizer: Optimizer
     """
     situation = Situation(
         model=part_of(model, parallel), optimizer=optimizer, world_size=parallel.data(hardware.world_size),
-        device_is_host=hardware.device_type == "cpu", parallel=parallel, whole=model)
+        device_is_host=hardware.device_type == "cpu", reads_in_place=reads_in_place(hardware), parallel=parallel,
+        whole=model)
     memory = memory_terms(situation, config)
     seconds = step_terms(situation, hardware, config, constants)
     return Prediction(device_bytes=memory.device, host_bytes=memory.host,

@@ -24,8 +24,8 @@ from engine.config import TrainConfig
 from engine.report import Measurement
 from engine.statistics import robust_mean
 
-_KINSHIPS = ((0.0, 0.0), (0.75, 0.0))
-"""Correlations between studies, and what is thought of each beforehand: an earlier study tells nothing, or much."""
+_KINSHIP = 0.75
+"""Correlation between studies that resemble each other: such a one tells much."""
 
 
 class Told(NamedTuple):
@@ -119,7 +119,7 @@ class _Rows:
             prior, terms=np.pad(prior.terms, ((0, 0), (0, 1))), weights=np.append(prior.weights, 1.0),
             earlier=Earlier(terms=terms[kept], categories=self._categories[kept], values=np.log(values[kept]),
                             knobs=tuple(knob[kept] for knob in self._knobs), studies=self._studies[kept],
-                            kinships=_KINSHIPS))
+                            kinship=_KINSHIP))
 
 
 def _does_as_here(used: Mapping[str, frozenset[object]], trial: Trial) -> bool:

@@ -10,10 +10,10 @@ The logarithm of a sum is not linear in the factors: it is linearised where they
 estimate of them (an iterated extended Kalman update, Bell and Cathey 1993). The rest is the usual regression
 (Rasmussen and Williams 2006, algorithm 2.1), with how much is to be believed averaged over by marginal likelihood.
 
-Earlier studies have factors and effects of their own, which resemble those of this study more or less: an intrinsic
-coregionalization model (Bonilla, Chai and Williams 2007) with one correlation between any two studies. How large that
-is, and whether there is any, is weighed in the same way, so that an earlier study that does not agree with the first
-trials of this one soon counts for nothing.
+Earlier studies have factors and effects of their own, which resemble those of this study or do not: an intrinsic
+coregionalization model (Bonilla, Chai and Williams 2007). Which of them do is weighed in the same way, each by itself,
+so that one that does not agree with the first trials of this study soon counts for nothing, and takes none of the
+others with it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -63,8 +63,8 @@ class Earlier:
         terms: (m, t) as `Prior.terms`; so are the next two.
         values: (m,) logarithms of what was measured.
         studies: (m,) which study each belongs to, from 0, ascending.
-        kinships: correlations of one study's factors and effects with another's, to be weighed against each other, and
-            the logarithm of what is thought of each beforehand.
+        kinship: correlation of the factors and effects of studies that resemble each other; those of others have none.
+            Beforehand, each resembles this study as likely as not.
     """
 
     terms: Array
@@ -72,7 +72,7 @@ class Earlier:
     knobs: tuple[Array, ...]
     values: Array
     studies: NDArray[np.intp]
-    kinships: tuple[tuple[float, float], ...]
+    kinship: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,10 +117,9 @@ def learn(prior: Prior, points: Sequence[int] | NDArray[np.intp], values: Array)
         values: (points,) logarithms of what was measured.
     """
     earlier = prior.earlier if len(points) <= _FEW else None
-    kinships = earlier.kinships if earlier is not None else ((0.0, 0.0),)
     tried = _Tried(prior, points, values, earlier)
-    fits = [(_Fit(prior, trust, kinship, tried), belief + other)
-            for (trust, belief), (kinship, other) in product(prior.trusts, kinships)]
+    fits = [(_Fit(prior, trust, kinship, tried), belief)
+            for (trust, belief), kinship in product(prior.trusts, tried.kinships)]
     scores = np.array([fit.log_likelihood + belief for fit, belief in fits])
     shares = np.exp(scores - scores.max())
     shares[shares < (_NEGLIGIBLE if len(points) <= _FEW else 1.0) * shares.max()] = 0.0
@@ -138,6 +137,8 @@ class _Tried:
     Attributes:
         parts: rows of each study.
         studies: (trials,) which study each belongs to; 0 is this one.
+        kinships: (studies, studies) correlations of their factors and effects, for each choice of those that resemble
+            this one.
         effects: between trials, as `_effects` gives them.
     """
 
@@ -154,6 +155,8 @@ class _Tried:
             self.categories = np.vstack([self.categories, earlier.categories])
             self.knobs = [np.vstack(pair) for pair in zip(self.knobs, earlier.knobs, strict=True)]
         self.parts = [self.studies == study for study in range(self.studies.max(initial=0) + 1)]
+        self.kinships = [_correlations(np.array([1.0, *alike]), earlier.kinship if earlier is not None else 0.0)
+                         for alike in product((0.0, 1.0), repeat=len(self.parts) - 1)]
         self.effects = _effects(knob @ knob.T for knob in self.knobs)
         self._all_knobs = prior.knobs
 
@@ -168,6 +171,12 @@ class _Tried:
         return _effects((knob**2).sum(1) for knob in self._all_knobs)
 
 
+def _correlations(alike: Array, kinship: float) -> Array:
+    correlations = kinship * np.outer(alike, alike)
+    np.fill_diagonal(correlations, 1.0)
+    return correlations
+
+
 def _effects(covariances: Iterable[Array]) -> Effects:
     single: Array | float = 0.0
     squares: Array | float = 0.0
@@ -179,12 +188,12 @@ def _effects(covariances: Iterable[Array]) -> Effects:
 class _Fit:
     """The regression for one setting. Factors are kept in units of their prior deviations."""
 
-    def __init__(self, prior: Prior, trust: Trust, kinship: float, tried: _Tried) -> None:
+    def __init__(self, prior: Prior, trust: Trust, kinship: Array, tried: _Tried) -> None:
         self._prior, self._trust, self._tried = prior, trust, tried
         factors = np.ones(1 + prior.categories.shape[1])
         self._spread = trust.terms * np.outer(prior.weights, factors)  # (t, 1 + c) of logarithms of factors
         self._factors = np.zeros((len(tried.parts), self._spread.size))  # of each study
-        self._kinship = np.where(np.arange(len(tried.parts))[:, None] == tried.studies, 1.0, kinship)
+        self._kinship = kinship[:, tried.studies]  # (studies, trials)
         self.log_likelihood = 0.0
         if len(tried.values):
             self._fit()

@@ -100,7 +100,9 @@ def costs(samplers: list[Sampler]) -> Iterator[report.Row]:
     if "guided" in samplers:
         earlier = [EarlierStudy(study_id=f"{number}", relation=Relation.ELSEWHERE, trials=tuple(_spread(problem, 16)))
                    for number in range(3)]
-        yield _cost_row("guided after three studies", problem, 10, suggestion_seconds(problem, "guided", 10, earlier))
+        for trials in (10, 40):
+            yield _cost_row("guided after three studies", problem, trials,
+                            suggestion_seconds(problem, "guided", trials, earlier))
 
 
 def _cost_row(name: str, problem: Problem, trials: int, seconds: float) -> report.Row:

@@ -160,8 +160,8 @@ PAIRS = (
 )
 
 
-def problems(pair: Pair, seed: int) -> tuple[Problem, Problem]:
-    """The earlier problem and the later one, which is `surface(seed)`."""
+def problem_before(pair: Pair, seed: int) -> Problem:
+    """The earlier problem of a pair whose later one is `surface(seed)`."""
     small = seed % 2 == 0
     later = _cpu_plan() if small else _accelerator_plan()
     hardware = later.hardware if pair.same_hardware else _OTHER_CPU if small else _OTHER_ACCELERATOR
@@ -172,8 +172,7 @@ def problems(pair: Pair, seed: int) -> tuple[Problem, Problem]:
     own, random = seed + 500_000, Random(seed)
     off = (_model_off(model, _Like(random, Random(own), pair.model)),
            _hardware_off(hardware, _Like(random, Random(own + 1), pair.hardware)))
-    found = make_problem(f"before surface {seed}", earlier, _truth(earlier, off, Effects(own, seed, pair.effects)))
-    return found, surface(seed)
+    return make_problem(f"before surface {seed}", earlier, _truth(earlier, off, Effects(own, seed, pair.effects)))
 
 
 class _Like(Random):

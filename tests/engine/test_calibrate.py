@@ -93,19 +93,23 @@ def test_the_rate_is_that_of_the_products(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_fingerprint_follows_devices_count_and_software() -> None:
-    def make(name: str = "x", world_size: int = 2, memory: int = 2**34, torch_version: str = "2.13") -> str:
-        return hardware_fingerprint("cpu", name, world_size, memory, {"torch": torch_version})
+    def make(name: str = "x", world_size: int = 2, memory: int = 2**34, torch_version: str = "2.13", *,
+             shares_memory: bool | None = None) -> str:
+        return hardware_fingerprint("cpu", name, world_size, memory, {"torch": torch_version},
+                                    shares_memory=shares_memory)
 
-    assert make() == make(memory=2**34 + 10_000_000)
-    assert len({make(), make(name="y"), make(world_size=1), make(memory=2**35), make(torch_version="2.12")}) == 5
+    assert make() == make(memory=2**34 + 10_000_000) == make(shares_memory=True)
+    assert len({make(), make(name="y"), make(world_size=1), make(memory=2**35), make(torch_version="2.12"),
+                make(shares_memory=False)}) == 6
 
 
-def _collectives_of_a_rank() -> list[float]:
+def _collectives_of_a_rank() -> tuple[bool | None, list[float]]:
     context = RankContext(rank=dist.get_rank(), world_size=dist.get_world_size(), device=CPU, control=dist.group.WORLD)
     found = _collectives(context, ("fp32", "bf16"))
     assert found.all_gather is not None
     each = [*found.reduce_scatter.values(), *found.all_reduce.values(), found.all_gather]
-    return [value for collective in each for value in (collective.latency_seconds, collective.bytes_per_second)]
+    return found.shares_memory, [value for collective in each
+                                 for value in (collective.latency_seconds, collective.bytes_per_second)]
 
 
 def test_a_small_message_that_was_held_up_does_not_make_the_large_one_free() -> None:
@@ -114,9 +118,11 @@ def test_a_small_message_that_was_held_up_does_not_make_the_large_one_free() -> 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_collectives_are_measured_among_any_number_of_ranks(ranks: RanksOf, size: int) -> None:
-    """The same numbers on all of them: 3 do not divide a power of two."""
-    first, *others = ranks(size).run(_collectives_of_a_rank)
+def test_collectives_are_measured_among_any_number_of_ranks(ranks: RanksOf, transport: str, size: int) -> None:
+    """The same on all of them: 3 do not divide a power of two."""
+    found = ranks(size).run(_collectives_of_a_rank)
+    assert [shares_memory for shares_memory, _ in found] == [transport == "shared"] * size
+    first, *others = (numbers for _, numbers in found)
     assert len(first) == 2 * 5
     assert all(0 <= latency < 0.1 for latency in first[::2])
     assert all(1e6 < rate < 1e13 for rate in first[1::2])

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from autotune.predict import predict
 from autotune.search.knobs import KNOBS
 from engine.config import OptimizerConfig, TrainConfig
-from engine.profile import ActivationBytes, BackwardPoint, ModelProfile, OperatorCost, OperatorWork, PassWork
+from engine.profile import (
+    ActivationBytes,
+    BackwardPoint,
+    Collective,
+    ModelProfile,
+    OperatorCost,
+    OperatorWork,
+    PassWork,
+)
 from tests.search.support import MIB, hardware_profile, model_profile
 
 ADAMW = OptimizerConfig()
@@ -181,6 +189,24 @@ def test_activations_grow_with_the_micro_batch_by_what_was_measured() -> None:
     assert one.device_bytes["activations"] == 10 * MIB
     assert four.device_bytes["activations"] == 40 * MIB
     assert four.device_bytes["workspace"] == 4 * MIB
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_that_share_no_memory_gather_copies(stage: int) -> None:
+    """At stage 3, of the parameters in use, in forward and in backward; at other stages all is as it was."""
+    cost = Collective(latency_seconds=1e-4, bytes_per_second=1e9)
+    calibrated = {"reduce_scatter": {"fp32": cost}, "all_reduce": {"fp32": cost}, "all_gather": cost}
+    told, untold, apart = (
+        prediction(model_profile(), TrainConfig(zero_stage=stage), shares_memory=shares, **calibrated)
+        for shares in (True, None, False))
+    assert told == untold
+    more_seconds = apart.seconds["data_exchange"] - told.seconds["data_exchange"]
+    if stage < 3:
+        assert more_seconds == 0
+        assert (told.device_bytes["gathered"], apart.device_bytes["gathered"]) == (0, 0)
+    else:
+        assert more_seconds == pytest.approx(2 * (4 * 4.3e6 / 1e9 + 5 * 1e-4))
+        assert (told.device_bytes["gathered"], apart.device_bytes["gathered"]) == (0, 4 * 4_300_000)
 
 
 def test_on_a_cpu_the_scratch_memory_of_its_libraries_counts() -> None:

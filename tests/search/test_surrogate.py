@@ -91,55 +91,68 @@ def test_every_trial_makes_all_candidates_better_known() -> None:
     assert deviations == sorted(deviations, reverse=True)
 
 
-def with_earlier(known: Prior, terms: list[list[float]], measured: list[float], *, kinships: tuple[float, ...],
+def with_earlier(known: Prior, terms: list[list[float]], measured: list[float], *, kinship: float = 0.9,
                  studies: list[int] | None = None) -> Prior:
-    """An earlier study that measured these."""
+    """Earlier studies, by default one, that measured these."""
     rows = np.array(terms, dtype=np.float64)
     return replace(known, earlier=Earlier(
         terms=rows, categories=np.zeros((len(rows), known.categories.shape[1])),
         knobs=tuple(np.zeros((len(rows), knob.shape[1])) for knob in known.knobs), values=np.log(measured),
         studies=np.array(studies or [0] * len(rows), dtype=np.intp),
-        kinships=tuple((kinship, 0.0) for kinship in kinships)))
+        kinship=kinship))
 
 
 class TestEarlierStudies:
     KNOWN = prior([[1, 0], [0, 1], [1, 1]], trust=TERMS_ONLY)
 
     def test_factors_that_were_found_elsewhere_are_expected_here_too(self) -> None:
-        """The first term took twice as long elsewhere; here it should too, more or less, while the other stands."""
-        found = after(with_earlier(self.KNOWN, [[3, 0]], [6.0], kinships=(0.9,)), {})
-        assert np.exp(found.mean[:2]) == pytest.approx([2**0.9, 1], rel=0.01)
-        assert found.deviation[0] == pytest.approx(0.7 * math.sqrt(1 - 0.9**2), rel=0.01)
+        """The first term took twice as long elsewhere. Half believed, with a correlation of 0.9, it should here; the
+        other stands."""
+        found = after(with_earlier(self.KNOWN, [[3, 0]], [6.0]), {})
+        assert np.exp(found.mean[:2]) == pytest.approx([2 ** (0.9 / 2), 1], rel=0.01)
+        alike = (0.7 * math.sqrt(1 - 0.9**2), 0.9 * math.log(2))
+        mixture = (alike[0]**2 + 0.7**2) / 2 + (alike[1] / 2) ** 2
+        assert found.deviation[0] == pytest.approx(math.sqrt(mixture), rel=0.01)
         assert found.deviation[1] == pytest.approx(after(self.KNOWN, {}).deviation[1])
 
     def test_a_trial_of_this_study_counts_for_more(self) -> None:
-        found = after(with_earlier(self.KNOWN, [[3, 0]] * 5, [6.0] * 5, kinships=(0.9,)), {0: 0.5})
+        found = after(with_earlier(self.KNOWN, [[3, 0]] * 5, [6.0] * 5), {0: 0.5})
         assert np.exp(found.mean[0]) == pytest.approx(0.5, rel=0.01)
 
     def test_without_kinship_it_is_as_if_there_were_none(self) -> None:
-        known = with_earlier(self.KNOWN, [[3, 0], [0, 1]], [9.0, 5.0], kinships=(0.0,))
+        known = with_earlier(self.KNOWN, [[3, 0], [0, 1]], [9.0, 5.0], kinship=0.0)
         for told in ({}, {0: 2.0}, {0: 2.0, 2: 3.5}):
             found, alone = after(known, told), after(self.KNOWN, told)
             assert found.mean == pytest.approx(alone.mean)
             assert found.deviation == pytest.approx(alone.deviation)
 
-    def test_studies_that_do_not_agree_with_this_one_are_soon_not_believed(self) -> None:
+    def test_a_study_that_does_not_agree_with_this_one_is_soon_not_believed(self) -> None:
         """Elsewhere the terms took 4 and 1/4 times as long. Here the first trial says the opposite of the one, and the
         other is expected as predicted again."""
-        known = with_earlier(self.KNOWN, [[1, 0], [0, 1]], [4.0, 0.25], kinships=(0.0, 0.9))
+        known = with_earlier(self.KNOWN, [[1, 0], [0, 1]], [4.0, 0.25])
         before, later = after(known, {}), after(known, {0: 0.3})
         assert np.exp(before.mean[1]) < 0.6
         assert np.exp(later.mean[1]) == pytest.approx(1, abs=0.1)
 
+    def test_one_that_does_not_agree_takes_none_of_the_others_with_it(self) -> None:
+        """Of two that say the opposite of each other about both terms, the first trial agrees with one alone: the other
+        term is expected as that one says."""
+        rows, measured = [[1, 0], [0, 1]] * 2, [4.0, 0.25, 0.25, 4.0]
+        known = with_earlier(self.KNOWN, rows, measured, studies=[0, 0, 1, 1])
+        assert after(known, {}).mean[1] == pytest.approx(0, abs=0.01)
+        assert np.exp(after(known, {0: 4.0}).mean[1]) < 0.5
+        assert np.exp(after(known, {0: 0.25}).mean[1]) > 2
+
     def test_several_studies_have_factors_of_their_own(self) -> None:
         """Two that disagree cancel, and say less than two that agree."""
-        agreeing = after(with_earlier(self.KNOWN, [[1, 0]] * 2, [2.0, 2.0], kinships=(0.9,), studies=[0, 1]), {})
-        apart = after(with_earlier(self.KNOWN, [[1, 0]] * 2, [2.0, 0.5], kinships=(0.9,), studies=[0, 1]), {})
-        assert np.exp(agreeing.mean[0]) > 1.8
+        agreeing = after(with_earlier(self.KNOWN, [[1, 0]] * 2, [2.0, 2.0], studies=[0, 1]), {})
+        apart = after(with_earlier(self.KNOWN, [[1, 0]] * 2, [2.0, 0.5], studies=[0, 1]), {})
+        one = after(with_earlier(self.KNOWN, [[1, 0]], [2.0]), {})
+        assert agreeing.mean[0] > 1.2 * one.mean[0]
         assert apart.mean[0] == pytest.approx(0, abs=0.01)
 
     def test_once_this_study_has_many_trials_of_its_own_no_other_is_needed(self) -> None:
         told = dict.fromkeys(range(41), 1.0)
         known = prior([[1.0, 0.1 * number] for number in range(41)], trust=TERMS_ONLY)
-        earlier = with_earlier(known, [[1, 0]], [9.0], kinships=(0.9,))
+        earlier = with_earlier(known, [[1, 0]], [9.0])
         assert after(earlier, told).mean == pytest.approx(after(known, told).mean, abs=0)
