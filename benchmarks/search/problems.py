@@ -21,19 +21,24 @@ _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 
 
 class Truth(NamedTuple):
-    """What a configuration really needs, and what a trial of it would measure."""
+    """What a configuration really needs, and what a trial of it would measure.
+
+    Attributes:
+        fails: whether it computes something else, so that a trial that fits ends as numerics_drift, and it never wins.
+    """
 
     step_seconds: float
     measured_seconds: float
     peak_device_bytes: int
     peak_host_bytes: int
+    fails: bool = False
 
 
 class Problem(NamedTuple):
     """
     Attributes:
         truth: of any configuration of the plan.
-        best_seconds: of the fastest candidate that fits.
+        best_seconds: of the fastest candidate that fits and does not fail.
     """
 
     name: str
@@ -63,9 +68,9 @@ class Score(NamedTuple):
 
 
 def make_problem(name: str, plan: Plan, truth: Callable[[TrainConfig], Truth]) -> Problem:
-    """Raises: ValueError where nothing fits."""
+    """Raises: ValueError where nothing fits, or all that does fails."""
     truths = (truth(candidate.config) for candidate in plan.candidates)
-    return Problem(name, plan, truth, min(true.step_seconds for true in truths if _fits(plan, true)))
+    return Problem(name, plan, truth, min(true.step_seconds for true in truths if _outcome(plan, true) is Outcome.OK))
 
 
 def run_study(problem: Problem, sampler: Sampler, *, trials: int, seed: int = 0) -> Score:
@@ -107,23 +112,23 @@ def summary(scores: Sequence[Score]) -> dict[str, float]:
             "share without": sum(score.out_of_memory == 0 for score in scores) / len(scores)}
 
 
-def _fits(plan: Plan, true: Truth) -> bool:
-    return (true.peak_device_bytes <= plan.limits.device_bytes
-            and true.peak_host_bytes <= plan.limits.host_bytes)
-
-
 def make_trial(problem: Problem, number: int, config: TrainConfig) -> Trial:
     """A trial as it would be stored."""
     true, plan = problem.truth(config), problem.plan
-    outcome = Outcome.OK
-    if true.peak_device_bytes > plan.limits.device_bytes:
-        outcome = Outcome.OOM_DEVICE
-    elif true.peak_host_bytes > plan.limits.host_bytes:
-        outcome = Outcome.OOM_HOST
+    outcome = _outcome(plan, true)
     return Trial(
         study_id="benchmark", number=number, state=TrialState.FINISHED, config=config, outcome=outcome,
         role=TrialRole.SUGGESTED if number else TrialRole.BASELINE, prediction=plan.predict_or_none(config),
-        measurement=_measurement(plan, true) if outcome is Outcome.OK else None, started_at=_EPOCH, finished_at=_EPOCH)
+        measurement=None if outcome.is_out_of_memory else _measurement(plan, true),
+        started_at=_EPOCH, finished_at=_EPOCH)
+
+
+def _outcome(plan: Plan, true: Truth) -> Outcome:
+    if true.peak_device_bytes > plan.limits.device_bytes:
+        return Outcome.OOM_DEVICE
+    if true.peak_host_bytes > plan.limits.host_bytes:
+        return Outcome.OOM_HOST
+    return Outcome.NUMERICS_DRIFT if true.fails else Outcome.OK
 
 
 def _measurement(plan: Plan, true: Truth) -> Measurement:

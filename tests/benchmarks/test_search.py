@@ -10,7 +10,7 @@ from autotune.domain.request import Sampler
 from autotune.predict.parallel import Parallel
 from benchmarks.replay import Group, Run
 from benchmarks.search import grid, groups
-from benchmarks.search.problems import Problem, Score, Truth, make_problem, run_study, summary
+from benchmarks.search.problems import Problem, Score, Truth, make_problem, make_trial, run_study, score, summary
 from benchmarks.search.surfaces import PAIRS, Pair, large_surface, problem_before, surface
 from benchmarks.search.warm import after_others
 from engine.config import TrainConfig
@@ -47,6 +47,25 @@ class TestScores:
         assert score.out_of_memory > 0
         assert score.regrets[-1] == 0.0
         assert run_study(tight, "grid", trials=1).regrets == (math.inf,)
+
+    def test_trials_that_compute_something_else_are_measured_and_win_nothing(self) -> None:
+        plan = small_problem().plan
+        problem = make_problem("drift", plan, lambda config: Truth(
+            1.0 + config.zero_stage, 1.0 + config.zero_stage, MIB, 0, fails=config.zero_stage == 0))
+        assert problem.best_seconds == 2.0
+        fails, works = (next(each.config for each in plan.candidates if each.config.zero_stage == stage)
+                        for stage in (0, 1))
+        drifted = make_trial(problem, 0, fails)
+        assert drifted.outcome is Outcome.NUMERICS_DRIFT
+        assert drifted.measurement is not None
+        assert drifted.measurement.step_seconds == (1.0, 1.0)
+        assert score(problem, [drifted, make_trial(problem, 1, works)]).regrets == (math.inf, 0.0)
+
+    def test_a_trial_without_the_memory_cannot_compute_something_else(self) -> None:
+        problem = small_problem()
+        beyond = problem.plan.limits.device_bytes + 1
+        tight = Problem("tight", problem.plan, lambda config: Truth(1.0, 1.0, beyond, 0, fails=True), 1.0)
+        assert make_trial(tight, 0, problem.plan.baseline).outcome is Outcome.OOM_DEVICE
 
     def test_summaries_are_percent_and_take_the_ninth_of_ten(self) -> None:
         scores = [Score(regrets=(0.5, 0.01 * number), out_of_memory=number % 2) for number in range(10)]
