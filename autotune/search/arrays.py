@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.search.encoding import make_encoding
+from autotune.search.knobs import KNOBS
 from autotune.search.plan import Plan
 from autotune.search.surrogate import Array, Prior, Trust, matern
 from engine.config import TrainConfig
@@ -97,12 +98,14 @@ class Arrays:
     Attributes:
         time: what is known of step seconds.
         names: of its terms.
-        places: none where everything fits.
+        places: on the device and on the host; none where everything fits.
+        knobs: that vary.
     """
 
     time: Prior
     names: tuple[str, ...]
     places: tuple[Place, ...]
+    knobs: tuple[Levels, ...]
 
     def __len__(self) -> int:
         return len(self.time.terms)
@@ -115,7 +118,7 @@ def make_arrays(knobs: Sequence[Levels], seconds: Sequence[Mapping[str, float]])
         seconds: each candidate's predicted terms; none where its time is not known.
     """
     names, terms = _second_terms(seconds)
-    return Arrays(places=(), names=names, time=Prior(
+    return Arrays(places=(), names=names, knobs=tuple(knobs), time=Prior(
         terms=terms, weights=np.ones(len(names)), categories=categories_of(knobs, len(seconds)),
         knobs=tuple(knob.coordinates() for knob in knobs), bias=_BIAS, noise=NOISE, trusts=_TRUSTS))
 
@@ -126,15 +129,44 @@ def categories_of(knobs: Sequence[Levels], count: int) -> Array:
 
 
 @lru_cache(maxsize=8)
-def plan_arrays(plan: Plan) -> Arrays:
-    """The candidates of a plan, in its order; made once for each plan."""
-    arrays = make_arrays(plan_levels(plan, [candidate.config for candidate in plan.candidates]),
-                         [candidate.prediction.seconds for candidate in plan.candidates])
+def plan_arrays(plan: Plan, beside: tuple[TrainConfig, ...] = ()) -> Arrays:
+    """The candidates of a plan, in its order, and after them what else was tried; made once.
+
+    Args:
+        beside: configurations that the plan can predict.
+    """
+    expected = [plan.predict(config) for config in beside]
+    arrays = make_arrays(
+        plan_levels(plan, [*(candidate.config for candidate in plan.candidates), *beside]),
+        [*(candidate.prediction.seconds for candidate in plan.candidates), *(other.seconds for other in expected)])
     first = plan.candidates[0].prediction
+    device, host = ([[*terms.values()] for terms in rows] for rows in (
+        (other.device_bytes for other in expected), (other.host_bytes for other in expected)))
     return replace(arrays, places=tuple(
-        Place(memory=_memory(terms.astype(np.float64), names, arrays.time), names=names, limit=float(np.log(limit)))
-        for terms, names, limit in ((plan.device_terms, (*first.device_bytes,), plan.limits.device_bytes),
-                                    (plan.host_terms, (*first.host_bytes,), plan.limits.host_bytes))))
+        Place(memory=_memory(np.array([*terms, *others], dtype=np.float64), names, arrays.time), names=names,
+              limit=float(np.log(limit)))
+        for terms, others, names, limit in (
+            (plan.device_terms, device, (*first.device_bytes,), plan.limits.device_bytes),
+            (plan.host_terms, host, (*first.host_bytes,), plan.limits.host_bytes))))
+
+
+def tried_beside(plan: Plan, configs: Sequence[TrainConfig]) -> tuple[TrainConfig, ...]:
+    """Of configurations that were tried, those that are no candidates, as the user's own may be, and that tell
+    something of candidates: they can be predicted and do nothing that none of these does."""
+    found = dict.fromkeys(plan.canonical(config) for config in configs)
+    return tuple(config for config in found if config not in plan.index and does_as_candidates(plan, config)
+                 and plan.predict_or_none(config) is not None)
+
+
+def does_as_candidates(plan: Plan, config: TrainConfig) -> bool:
+    """Whether its choices, of knobs without an order and of the stage, are some candidate's."""
+    return all(getattr(config, name) in values for name, values in _categories_used(plan).items())
+
+
+@lru_cache(maxsize=8)
+def _categories_used(plan: Plan) -> dict[str, frozenset[object]]:
+    names = [kind.name for kind in KNOBS.values() if not kind.ordinal or kind.name in MECHANISMS]
+    return {name: frozenset(getattr(candidate.config, name) for candidate in plan.candidates) for name in names}
 
 
 def plan_levels(plan: Plan, configs: Sequence[TrainConfig]) -> list[Levels]:

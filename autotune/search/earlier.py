@@ -6,18 +6,15 @@ hardware was another, and so were its limits. It never counts as a trial of this
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from autotune.domain.earlier import EarlierRecord, EarlierStudy
 from autotune.domain.prediction import Prediction
-from autotune.domain.study import Trial
 from autotune.domain.throughput import is_valid
 from autotune.predict import predict
-from autotune.search.arrays import MECHANISMS, Arrays, categories_of, plan_levels
-from autotune.search.knobs import KNOBS
+from autotune.search.arrays import Arrays, categories_of, does_as_candidates, plan_levels
 from autotune.search.plan import Plan
 from autotune.search.surrogate import Array, Earlier, Prior
 from engine.config import TrainConfig
@@ -55,11 +52,11 @@ def _prediction(record: EarlierRecord, config: TrainConfig) -> Prediction | None
 def told(plan: Plan, studies: Sequence[EarlierStudy]) -> list[Told]:
     """Trials measured without contention that do nothing which no candidate of the plan does, such as to run in a
     precision that is not searched here."""
-    used = _categories_used(plan)
     return [Told(number, trial.config, trial.prediction, trial.measurement)
             for number, study in enumerate(studies) for trial in study.trials
             if trial.prediction is not None and trial.prediction.step_seconds
-            and trial.measurement is not None and is_valid(trial.measurement) and _does_as_here(used, trial)]
+            and trial.measurement is not None and is_valid(trial.measurement)
+            and does_as_candidates(plan, trial.config)]
 
 
 def earlier_note(plan: Plan, studies: Sequence[EarlierStudy]) -> str | None:
@@ -120,14 +117,3 @@ class _Rows:
             earlier=Earlier(terms=terms[kept], categories=self._categories[kept], values=np.log(values[kept]),
                             knobs=tuple(knob[kept] for knob in self._knobs), studies=self._studies[kept],
                             kinship=_KINSHIP))
-
-
-def _does_as_here(used: Mapping[str, frozenset[object]], trial: Trial) -> bool:
-    return all(getattr(trial.config, name) in values for name, values in used.items())
-
-
-@lru_cache(maxsize=8)
-def _categories_used(plan: Plan) -> dict[str, frozenset[object]]:
-    """Of knobs without an order, and of the stage: the values that candidates have."""
-    names = [kind.name for kind in KNOBS.values() if not kind.ordinal or kind.name in MECHANISMS]
-    return {name: frozenset(getattr(candidate.config, name) for candidate in plan.candidates) for name in names}

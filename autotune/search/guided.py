@@ -2,7 +2,8 @@
 
 The candidates are few enough to look at all of them. For each, `surrogate` says what time and memory it should need,
 from the predicted terms and the trials so far, and how sure that is. Next is the candidate with the largest expected
-improvement (Jones, Schonlau and Welch 1998) among those that all but surely fit into memory.
+improvement (Jones, Schonlau and Welch 1998), times the chance that a trial of it ends well, among those that all but
+surely fit into memory.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,23 @@ from optuna.trial import FrozenTrial, TrialState
 from scipy.special import log_ndtr, ndtr
 
 from autotune.search.arrays import Arrays, Place
+from autotune.search.failures import log_chance_to_end_well
+from autotune.search.history import DEVICE_MEMORY, FAILURE, HOST_MEMORY
 from autotune.search.surrogate import Array, Posterior, learn
 
 POINT = "point"
 """The one parameter of the sampler's study: a candidate's position."""
 
+_PLACES = (DEVICE_MEMORY, HOST_MEMORY)
+"""In the order of `Arrays.places`."""
+
 _MARGIN = 0.01
 """In logarithms: improvements count beyond this, so that trials are not spent on trifles while more may be won."""
 _SAFE = 0.95
 """A candidate's chance to fit into memory from which on it counts as safe."""
+_AS_LIKELY = 0.5
+"""A candidate's chance to end well, as a share of the best one's, below which it is left alone: one that fails is worth
+nothing, however fast."""
 _LEAST_EXCESS = 0.03
 """By how much, in logarithms, a trial that ran out of memory is held to have exceeded it."""
 
@@ -33,7 +42,8 @@ _LEAST_EXCESS = 0.03
 class GuidedSampler(BaseSampler):
     """Suggests the parameter `POINT`; everything it knows is in the study's trials and in the arrays.
 
-    Trials carry their throughput as value and the constraints ``memory`` (bytes over limit, less 1) and ``failure``.
+    Trials carry their throughput as value and the constraints of `autotune.search.history`: ``device_memory`` and
+    ``host_memory`` (bytes over limit, less 1), and ``failure``.
     """
 
     def __init__(self, arrays: Arrays, is_open: NDArray[np.bool_], tokens_per_step: float) -> None:
@@ -59,13 +69,14 @@ class GuidedSampler(BaseSampler):
                    if other.state is TrialState.RUNNING and POINT in other.params]
         allowed = self._is_open.copy()
         allowed[running] = False
-        fits = self._log_chance_to_fit(done)
+        fits, ends_well = self._log_chance_to_fit(done), self._log_chance_to_end_well(done)
         learnt, best = self._learn(done, running)
-        gain, promise = np.full(len(learnt.mean), np.inf), -learnt.mean
+        gain, promise = np.full(len(learnt.mean), np.inf), ends_well - learnt.mean
         if best is not None:
             gain = expected_improvement(learnt, best)
-            promise = expected_improvement(learnt, best - _MARGIN)
-        self.expected_gain = float((gain * np.exp(fits))[allowed].max(initial=0.0))
+            promise = expected_improvement(learnt, best - _MARGIN) * np.exp(ends_well)
+        allowed &= ends_well >= ends_well[allowed].max(initial=-np.inf) + np.log(_AS_LIKELY)
+        self.expected_gain = float((gain * np.exp(fits + ends_well))[allowed].max(initial=0.0))
         safe = allowed & (fits >= np.log(_SAFE))
         score = np.where(safe, promise, -np.inf) if safe.any() else np.where(allowed, fits, -np.inf)
         return {POINT: int(np.argmax(score))}
@@ -80,8 +91,8 @@ class GuidedSampler(BaseSampler):
 
         Running trials count as measured at their expected value, so that parallel suggestions keep apart.
         """
-        measured = [(int(other.params[POINT]), self._tokens / other.value) for other in done if other.value
-                    and other.constraints["memory"] <= 0 and other.constraints["failure"] <= 0]
+        measured = [(int(other.params[POINT]), self._tokens / other.value) for other in done
+                    if other.value and not _lacked_memory(other) and not _failed(other)]
         points = [point for point, _ in measured]
         values = np.log(np.array([seconds for _, seconds in measured]))
         learnt = learn(self._arrays.time, points, values)
@@ -91,27 +102,30 @@ class GuidedSampler(BaseSampler):
 
     def _log_chance_to_fit(self, done: Sequence[FrozenTrial]) -> Array:
         """Logarithm of every candidate's chance to fit, from what others needed."""
-        # what a trial reports of its memory is that of the place closest to its limit
-        told = [(int(other.params[POINT]), other.constraints["memory"]) for other in done
-                if other.constraints["failure"] <= 0]
-        points = np.array([point for point, _ in told], dtype=np.intp)
-        excess = np.array([memory for _, memory in told])
         chance = np.zeros(len(self._arrays))
-        closest = _closest(self._arrays.places, points)
-        for number, place in enumerate(self._arrays.places):
-            here = closest == number
-            chance += _log_chance(place, points[here], excess[here])
+        told = [other for other in done if not _failed(other)]
+        for place, name in zip(self._arrays.places, _PLACES, strict=False):  # none where everything fits
+            # what ran out of the other memory says nothing of this one, nor does what needs none
+            here = [other for other in told if (other.constraints[name] > 0 or not _lacked_memory(other))
+                    and place.memory.terms[other.params[POINT]].any() and other.constraints[name] > -1]
+            chance += _log_chance(place, np.array([other.params[POINT] for other in here], dtype=np.intp),
+                                  np.array([other.constraints[name] for other in here]))
         return chance
 
+    def _log_chance_to_end_well(self, done: Sequence[FrozenTrial]) -> Array:
+        """Logarithm of every candidate's chance not to fail otherwise."""
+        told = [other for other in done if not _lacked_memory(other)]
+        return log_chance_to_end_well(
+            self._arrays.knobs, np.array([other.params[POINT] for other in told], dtype=np.intp),
+            np.array([_failed(other) for other in told], dtype=np.bool_), count=len(self._arrays))
 
-def _closest(places: Sequence[Place], points: NDArray[np.intp]) -> NDArray[np.intp]:
-    """(points,) the place whose limit each is predicted to come closest to."""
-    if not places:
-        return np.zeros(len(points), dtype=np.intp)
-    with np.errstate(divide="ignore"):
-        loads = np.array([np.log(place.memory.terms[points].sum(1)) - place.limit for place in places])
-    found: NDArray[np.intp] = loads.argmax(axis=0)
-    return found
+
+def _lacked_memory(trial: FrozenTrial) -> bool:
+    return any(trial.constraints[name] > 0 for name in _PLACES)
+
+
+def _failed(trial: FrozenTrial) -> bool:
+    return trial.constraints[FAILURE] > 0
 
 
 def _log_chance(place: Place, points: NDArray[np.intp], excess: Array) -> Array:

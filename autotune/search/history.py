@@ -20,6 +20,9 @@ from autotune.search.plan import Plan
 from engine.config import TrainConfig
 from engine.report import Outcome
 
+DEVICE_MEMORY, HOST_MEMORY, FAILURE = "device_memory", "host_memory", "failure"
+"""Names of constraints."""
+
 _LEAST_VIOLATION = 0.01
 """Of the memory limit, where a trial ran out of memory although it was predicted to fit."""
 
@@ -84,25 +87,31 @@ def predicted_rate(plan: Plan, config: TrainConfig) -> float | None:
 
 
 def _constraints(plan: Plan, trial: Trial) -> Iterator[tuple[str, float]]:
-    """Feasible where not positive: how far memory use is from its limit, and whether anything else was wrong."""
-    yield "memory", _memory_violation(plan, trial)
-    yield "failure", float(trial.outcome is not None and not trial.outcome.is_out_of_memory
-                           and trial.outcome not in (Outcome.OK, Outcome.PRUNED))
+    """Feasible where not positive: how far use of either memory is from its limit, and whether anything else was
+    wrong. Of a trial that ran out of one, what is said of the other is as predicted."""
+    device, host = _memory_loads(plan, trial)
+    yield DEVICE_MEMORY, device
+    yield HOST_MEMORY, host
+    yield FAILURE, float(trial.outcome is not None and not trial.outcome.is_out_of_memory
+                         and trial.outcome not in (Outcome.OK, Outcome.PRUNED))
 
 
-def _memory_violation(plan: Plan, trial: Trial) -> float:
-    prediction = trial.prediction or plan.predict_or_none(trial.config)
+def _memory_loads(plan: Plan, trial: Trial) -> tuple[float, float]:
+    """(device, host) bytes over their limit, less 1: measured, else predicted."""
+    device, host = _expected_loads(plan, trial.prediction or plan.predict_or_none(trial.config))
     if trial.outcome is not None and trial.outcome.is_out_of_memory:
-        return max(_excess(plan, prediction), _LEAST_VIOLATION)
+        # a CPU's device memory is the host's: what ran out is rather what is closer to its limit
+        on_device = trial.outcome is Outcome.OOM_DEVICE or (plan.hardware.device_type == "cpu" and device >= host)
+        return ((max(device, _LEAST_VIOLATION), min(host, 0.0)) if on_device
+                else (min(device, 0.0), max(host, _LEAST_VIOLATION)))
     if trial.measurement is not None:
-        device = trial.measurement.peak_device_bytes / plan.limits.device_bytes
-        host = trial.measurement.peak_host_bytes / plan.limits.host_bytes
-        return min(max(device, host) - 1, 0.0)
-    return min(_excess(plan, prediction), 0.0)
+        device = trial.measurement.peak_device_bytes / plan.limits.device_bytes - 1
+        host = trial.measurement.peak_host_bytes / plan.limits.host_bytes - 1
+    return min(device, 0.0), min(host, 0.0)
 
 
-def _excess(plan: Plan, prediction: Prediction | None) -> float:
+def _expected_loads(plan: Plan, prediction: Prediction | None) -> tuple[float, float]:
     if prediction is None:
-        return 0.0
-    return max(prediction.peak_device_bytes / plan.limits.device_bytes,
-               prediction.peak_host_bytes / plan.limits.host_bytes) - 1
+        return 0.0, 0.0
+    return (prediction.peak_device_bytes / plan.limits.device_bytes - 1,
+            prediction.peak_host_bytes / plan.limits.host_bytes - 1)

@@ -1,6 +1,6 @@
-"""The first suggestions of a study: predicted to be fast, and apart from each other.
+"""The first suggestions where a sampler knows of no predictions: predicted to be fast, and apart from each other.
 
-A sampler knows nothing before its first trials, and a prediction, however rough, is better than chance. What
+Such a sampler knows nothing before its first trials, and a prediction, however rough, is better than chance. What
 predictions are most often wrong about is how fast a precision really is and what a stage costs, so these differ.
 """
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from autotune.domain.request import SearchRequest
 from autotune.domain.study import Trial
 from autotune.search.plan import Plan
-from autotune.search.remaining import remaining
+from autotune.search.remaining import remaining, untried
 
 
 def is_worth_going_on(plan: Plan, trials: Sequence[Trial], search: SearchRequest, expected_gain: float) -> bool:
@@ -17,14 +17,26 @@ def is_worth_going_on(plan: Plan, trials: Sequence[Trial], search: SearchRequest
     Args:
         expected_gain: of the next trial, in throughput over the best so far.
     """
-    left = max(plan.request.budget.max_trials - len(trials), 1)
-    return left * expected_gain >= search.min_expected_gain
+    return trials_left(plan, trials) * expected_gain >= search.min_expected_gain
+
+
+def trials_left(plan: Plan, trials: Sequence[Trial]) -> int:
+    """How many more there can be, at least 1: by the budget of trials, by that of seconds if they take as long as those
+    so far, and by what is left to try."""
+    budget = plan.request.budget
+    left = [budget.max_trials - len(trials), int(untried(plan, trials).sum())]
+    ends = [trial.finished_at for trial in trials if trial.finished_at is not None]
+    if ends:
+        spent = (max(ends) - min(trial.started_at for trial in trials)).total_seconds()
+        if spent > 0:
+            left.append(int((budget.max_seconds - spent) / spent * len(ends)))
+    return max(min(left), 1)
 
 
 def why_nothing(plan: Plan, trials: Sequence[Trial], search: SearchRequest) -> str:
     """In words, once `suggest` had nothing to suggest."""
     if not remaining(plan, trials):
         return "space exhausted"
-    left = max(plan.request.budget.max_trials - len(trials), 1)
+    left = trials_left(plan, trials)
     return (f"{left} more trial{'s' if left > 1 else ''} would be expected to gain less than "
             f"{100 * search.min_expected_gain:.3g} % of throughput")

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, IntDistribution
 from optuna.samplers import BaseSampler, GPSampler, GridSampler, RandomSampler, TPESampler
@@ -11,7 +12,7 @@ from optuna.trial import FrozenTrial
 from autotune.domain.earlier import EarlierStudy
 from autotune.domain.request import SearchRequest
 from autotune.domain.study import Trial
-from autotune.search.arrays import plan_arrays
+from autotune.search.arrays import plan_arrays, tried_beside
 from autotune.search.earlier import with_earlier
 from autotune.search.encoding import Encoding, Params, make_encoding
 from autotune.search.guided import POINT, GuidedSampler
@@ -109,8 +110,11 @@ def _guided(plan: Plan, trials: Sequence[Trial], search: SearchRequest,
     is_open = untried(plan, trials)
     if not is_open.any():
         return None
-    sampler = GuidedSampler(with_earlier(plan_arrays(plan), plan, earlier), is_open, plan.tokens_per_step)
-    study, distributions = _study_of_points(plan, _telling(trials), sampler)
+    told = _telling(trials)
+    beside = tried_beside(plan, [trial.config for trial in told])
+    arrays = with_earlier(plan_arrays(plan, beside), plan, earlier)
+    sampler = GuidedSampler(arrays, np.pad(is_open, (0, len(beside))), plan.tokens_per_step)
+    study, distributions = _study_of_points(plan, told, sampler, beside)
     config = plan.candidates[_ask(study, distributions)[POINT]].config
     return config if is_worth_going_on(plan, trials, search, sampler.expected_gain) else None
 
@@ -140,14 +144,16 @@ def _next_of_grid(plan: Plan, trials: Sequence[Trial], left: dict[TrainConfig, C
     return next(iter(left))
 
 
-def _study_of_points(plan: Plan, trials: Sequence[Trial], sampler: BaseSampler
+def _study_of_points(plan: Plan, trials: Sequence[Trial], sampler: BaseSampler, beside: Sequence[TrainConfig] = ()
                      ) -> tuple[optuna.Study, dict[str, BaseDistribution]]:
     """For samplers that choose among the candidates themselves: each is one point, so that inactive knobs do not
-    multiply the space."""
-    distributions: dict[str, BaseDistribution] = {POINT: IntDistribution(0, len(plan.candidates) - 1)}
+    multiply the space. After them come configurations that were tried beside them."""
+    count = len(plan.candidates)
+    distributions: dict[str, BaseDistribution] = {POINT: IntDistribution(0, count + len(beside) - 1)}
+    others = {config: count + number for number, config in enumerate(beside)}
 
     def encode(config: TrainConfig) -> Params | None:
-        position = plan.index.get(config)
+        position = plan.index.get(config, others.get(config))
         return None if position is None else {POINT: position}
 
     return _rebuilt_study(sampler, told_trials(plan, trials, distributions, encode)), distributions

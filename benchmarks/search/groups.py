@@ -17,6 +17,7 @@ from optuna.trial import TrialState, create_trial
 from autotune.domain.request import Sampler
 from autotune.search.arrays import Levels, make_arrays
 from autotune.search.guided import POINT, GuidedSampler
+from autotune.search.history import DEVICE_MEMORY, FAILURE, HOST_MEMORY
 from autotune.search.knobs import positions
 from benchmarks.replay import Group, Run
 
@@ -73,7 +74,7 @@ def _guided_next(group: Group, order: Sequence[int]) -> int:
     for point in order:
         study.add_trial(create_trial(
             state=TrialState.COMPLETE, value=1 / runs[point].measured_seconds, params={POINT: point},
-            distributions=distributions, constraints={"memory": -0.5, "failure": 0.0}))
+            distributions=distributions, constraints={DEVICE_MEMORY: -0.5, HOST_MEMORY: -0.5, FAILURE: 0.0}))
     return int(study.ask(distributions).params[POINT])
 
 

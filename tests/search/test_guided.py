@@ -13,15 +13,18 @@ from optuna.samplers import BaseSampler
 from optuna.trial import TrialState, create_trial
 
 from autotune.domain.request import SearchRequest
-from autotune.search.arrays import Arrays, Levels, Place, make_arrays, plan_arrays
+from autotune.search.arrays import Arrays, Levels, Place, make_arrays, plan_arrays, tried_beside
+from autotune.search.failures import log_chance_to_end_well
 from autotune.search.guided import POINT, GuidedSampler
+from autotune.search.history import DEVICE_MEMORY, FAILURE, HOST_MEMORY, told_trials
 from autotune.search.plan import Plan
 from autotune.search.suggest import suggest
 from autotune.search.surrogate import learn
 from engine.config import TrainConfig
 from engine.report import Outcome
-from tests.search.support import MIB, finished, measurement, search_with, study_plan, study_request
+from tests.search.support import MIB, finished, hardware_profile, measurement, search_with, study_plan, study_request
 
+SPACE = {"zero_stage": [0, 1, 2], "precision": ["fp32", "bf16"], "micro_batch_size": [1, 2]}
 GUIDED = SearchRequest(sampler="guided", min_expected_gain=0)
 
 
@@ -95,7 +98,7 @@ def asked(arrays_: Arrays, *told: tuple[int, float | None], is_open: tuple[bool,
     distribution = optuna.distributions.IntDistribution(0, 2)
     for point, seconds in told:
         state = TrialState.RUNNING if seconds is None else TrialState.COMPLETE
-        constraints = {} if seconds is None else {"memory": memory, "failure": 0.0}
+        constraints = {} if seconds is None else {DEVICE_MEMORY: memory, HOST_MEMORY: -1.0, FAILURE: 0.0}
         study.add_trial(create_trial(state=state, value=seconds and 1 / seconds, params={POINT: point},
                                      distributions={POINT: distribution}, constraints=constraints))
     return int(study.ask({POINT: distribution}).params[POINT])
@@ -149,12 +152,67 @@ def test_the_expected_gain_shrinks_as_the_best_is_found() -> None:
         distribution = optuna.distributions.IntDistribution(0, 2)
         for point, seconds in told:
             study.add_trial(create_trial(value=1 / seconds, params={POINT: point}, distributions={POINT: distribution},
-                                         constraints={"memory": -0.5, "failure": 0.0}))
+                                         constraints={DEVICE_MEMORY: -0.5, HOST_MEMORY: -1.0, FAILURE: 0.0}))
         study.ask({POINT: distribution})
         gains.append(sampler.expected_gain)
     assert gains[0] == math.inf
     assert gains[0] > gains[1] > gains[2] > 0
     assert gains[2] < 0.02
+
+
+class TestFailures:
+    """Trials that fail, but not by memory."""
+
+    def test_a_precision_that_fails_is_soon_left_alone(self, plan: Plan) -> None:
+        """All bf16 candidates, which are predicted to be fastest, drift: after two of them the fastest of fp32 are
+        searched, and nothing of bf16 beside."""
+        surface = Surface(plan, 0)
+
+        def oracle(config: TrainConfig) -> float | Outcome:
+            return Outcome.NUMERICS_DRIFT if config.precision == "bf16" else surface(config)
+
+        trials = search_with(plan, oracle, trials=12, search=GUIDED)
+        failed = [trial.number for trial in trials if trial.outcome is Outcome.NUMERICS_DRIFT]
+        assert 1 <= len(failed) <= 3
+        best = min(surface(candidate.config) for candidate in plan.candidates if candidate.config.precision == "fp32")
+        assert min(surface(trial.config) for trial in trials if trial.outcome is Outcome.OK) < 1.05 * best
+
+    def test_what_fails_only_together_is_left_alone_only_together(self, plan: Plan) -> None:
+        def crashes(config: TrainConfig) -> bool:
+            return config.zero_stage == 3 and config.precision == "bf16"
+
+        knobs, configs = plan_arrays(plan).knobs, [candidate.config for candidate in plan.candidates]
+        told = np.array(random.Random(0).sample(range(len(configs)), 60))
+        chance = np.exp(log_chance_to_end_well(
+            knobs, told, np.array([crashes(configs[point]) for point in told]), count=len(configs)))
+        doomed = np.array([crashes(config) for config in configs])
+        assert chance[doomed].max() < 0.2
+        assert chance[~doomed].min() > 0.8
+
+    def test_without_failures_all_are_alike(self) -> None:
+        knobs = [levels("micro_batch_size", 0, 1, 2), levels("precision", 0, 1, 0, ordinal=False)]
+        points = np.array([0, 1])
+        assert log_chance_to_end_well(knobs, points, np.array([False, False]), count=3).tolist() == [0, 0, 0]
+        one_failed = np.exp(log_chance_to_end_well(knobs, points, np.array([False, True]), count=3))
+        assert one_failed[1] < 0.3 < one_failed[2] < 0.9 < one_failed[0]
+
+    def test_where_nothing_varies_a_failure_dooms_nothing(self) -> None:
+        assert np.exp(log_chance_to_end_well([], np.array([0]), np.array([True]), count=2)) == pytest.approx(0.98)
+
+    def test_they_lower_what_more_trials_are_expected_to_gain(self) -> None:
+        assert expected_gain(arrays(1, 0.8, 0.8), (0, 1.0)) > 2 * expected_gain(arrays(1, 0.8, 0.8), (0, 1.0), failed=1)
+
+
+def expected_gain(arrays_: Arrays, told: tuple[int, float], *, failed: int | None = None) -> float:
+    """After one measured trial, and one that failed."""
+    sampler = GuidedSampler(arrays_, np.array([False, False, True]), 1.0)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    distribution = optuna.distributions.IntDistribution(0, 2)
+    for point, seconds, failure in (*([(failed, 1.0, 1.0)] if failed is not None else []), (*told, 0.0)):
+        study.add_trial(create_trial(value=1 / seconds, params={POINT: point}, distributions={POINT: distribution},
+                                     constraints={DEVICE_MEMORY: -0.5, HOST_MEMORY: -1.0, FAILURE: failure}))
+    study.ask({POINT: distribution})
+    return sampler.expected_gain
 
 
 class TestArrays:
@@ -195,6 +253,60 @@ def covariances(knob: Levels) -> NDArray[np.float64]:
     return coordinates @ coordinates.T
 
 
+class TestTrialsBesideThePlan:
+    """The user's own configuration need not be in the space."""
+
+    def test_they_tell_as_much_as_a_candidate(self) -> None:
+        plan = study_plan(study_request(space=SPACE, baseline={
+            "zero_stage": 1, "micro_batch_size": 4, "precision": "bf16"}))
+        own = plan.canonical(plan.baseline)
+        assert own not in plan.index
+        trials = [finished(0, plan.baseline, measurement(3.0, 3.0))]
+        (beside,) = tried_beside(plan, [trial.config for trial in trials])
+        assert beside == own
+        made = plan_arrays(plan, (own,))
+        assert len(made) == len(plan.candidates) + 1
+        assert made.time.terms.sum(1)[-1] == pytest.approx(plan.predict(own).step_seconds)
+        assert made.places[0].memory.terms.sum(1)[-1] == plan.predict(own).peak_device_bytes
+        before, later = (learn(made.time, points, np.log(np.array(values)))
+                         for points, values in (([], []), ([len(plan.candidates)], [3.0])))
+        assert later.deviation.max() < 0.7 * before.deviation.min()
+        config = suggest(plan, trials, GUIDED)
+        assert config is not None
+        assert config in plan.index
+
+    def test_one_that_does_what_no_candidate_does_tells_nothing(self) -> None:
+        plan = study_plan(study_request(space={**SPACE, "precision": ["fp32"]}))
+        other = plan.candidates[0].config.model_copy(update={"precision": "bf16"})
+        assert tried_beside(plan, [other]) == ()
+
+
+class TestWhichMemoryRanOut:
+    """On an accelerator: offloading needs host memory, which is not the device's."""
+
+    @pytest.fixture
+    def cuda(self) -> Plan:
+        return study_plan(study_request(space={"zero_stage": [1], "offload_optimizer_ratio": [0.0, 0.5, 1.0],
+                                               "micro_batch_size": [1, 2]}),
+                          hardware=hardware_profile(device_type="cuda", host_memory_bytes=100 * MIB))
+
+    def test_running_out_of_host_memory_says_nothing_of_the_device(self, cuda: Plan) -> None:
+        offloaded = [candidate.config for candidate in cuda.candidates
+                     if candidate.config.offload_optimizer_ratio == 1]
+        lost, sampler = finished(0, offloaded[0], outcome=Outcome.OOM_HOST), GUIDED
+        (told,) = told_trials(cuda, [lost], {}, lambda config: {})
+        assert told.constraints[HOST_MEMORY] > 0 > told.constraints[DEVICE_MEMORY]
+        config = suggest(cuda, [lost], sampler)
+        assert config is not None
+        assert config.offload_optimizer_ratio < 1
+
+    def test_both_peaks_are_told(self, cuda: Plan) -> None:
+        run = measurement(1.0, 1.0, peak_device_bytes=512 * MIB).model_copy(update={"peak_host_bytes": 40 * MIB})
+        (told,) = told_trials(cuda, [finished(0, cuda.candidates[0].config, run)], {}, lambda config: {})
+        assert told.constraints[DEVICE_MEMORY] == pytest.approx(512 / 2048 - 1)
+        assert told.constraints[HOST_MEMORY] == pytest.approx(40 / 50 - 1)
+
+
 def test_a_suggestion_is_quick_after_many_trials(plan: Plan) -> None:
     """Only the latest of a thousand trials are learnt from."""
     surface = Surface(plan, 1)
@@ -202,4 +314,4 @@ def test_a_suggestion_is_quick_after_many_trials(plan: Plan) -> None:
               for number, candidate in enumerate(plan.candidates[:1000])]
     begun = process_time()
     assert suggest(plan, trials, GUIDED) is not None
-    assert process_time() - begun < 2
+    assert process_time() - begun < 1, "of both cores together; benchmarks.search holds the rule"

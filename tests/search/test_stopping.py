@@ -1,15 +1,17 @@
 """A search ends when what is left to win is not worth the trials."""
 
 import math
+from datetime import timedelta
 
 import pytest
 
 from autotune.domain.request import SearchRequest
+from autotune.domain.study import Trial
 from autotune.search.plan import Plan
-from autotune.search.stopping import is_worth_going_on, why_nothing
+from autotune.search.stopping import is_worth_going_on, trials_left, why_nothing
 from autotune.search.suggest import suggest
 from engine.config import TrainConfig
-from tests.search.support import finished, measurement, search_with, study_plan, study_request
+from tests.search.support import NOW, finished, measurement, search_with, study_plan, study_request
 
 SPACE = {"zero_stage": [0, 1, 2, 3], "micro_batch_size": [1, 2, 4, 8, 16], "activation_checkpointing": "auto"}
 
@@ -33,6 +35,24 @@ def test_all_trials_left_together_must_be_worth_it(plan: Plan) -> None:
     assert not is_worth_going_on(plan, trials, search, 0.01 / 16 * 0.99)
     assert is_worth_going_on(plan, trials, SearchRequest(min_expected_gain=0), 0.0)
     assert is_worth_going_on(plan, [], search, math.inf)
+
+
+def test_trials_are_left_as_far_as_budgets_and_space_go(plan: Plan) -> None:
+    """Of 20 trials, 600 seconds and 60 candidates; those so far took 50 seconds each, one after the other."""
+    def after(count: int, *, seconds: float) -> list[Trial]:
+        return [finished(number, candidate.config, measurement(1.0, 1.0)).model_copy(update={
+            "started_at": NOW + timedelta(seconds=seconds * number),
+            "finished_at": NOW + timedelta(seconds=seconds * (number + 1))})
+            for number, candidate in enumerate(plan.candidates[:count])]
+
+    assert len(plan.candidates) == 60
+    assert trials_left(plan, []) == 20
+    assert trials_left(plan, after(4, seconds=1)) == 16
+    assert trials_left(plan, after(4, seconds=50)) == 8
+    assert trials_left(plan, after(15, seconds=50)) == 1, "one more is always thought of"
+    many = study_plan(plan.request.model_copy(update={"budget": plan.request.budget.model_copy(
+        update={"max_trials": 10_000})}))
+    assert trials_left(many, after(4, seconds=1)) == 56
 
 
 def test_a_search_ends_before_the_space_does_and_says_why(plan: Plan) -> None:

@@ -148,8 +148,8 @@ class TestWhatTheSamplerIsTold:
         told = told_trials(plan, trials, encoding.distributions, encoding.encode)
         assert [trial.state.name for trial in told] == ["COMPLETE", "COMPLETE", "RUNNING"]
         assert told[0].value == pytest.approx(4096 / 0.5)
-        assert told[0].constraints["memory"] == pytest.approx(-0.5)
-        assert told[1].constraints["memory"] > 0
+        assert told[0].constraints["device_memory"] == pytest.approx(-0.5)
+        assert told[1].constraints["device_memory"] > 0 >= told[1].constraints["host_memory"]
         assert told[1].value is not None
         assert 0 < told[1].value < math.inf
         assert told[0].constraints.keys() == told[1].constraints.keys()
