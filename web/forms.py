@@ -83,7 +83,8 @@ def default_values() -> dict[str, str]:
         "hardware.devices": "1", "hardware.memory_limit_bytes": "", "memory_unit": "GiB",
         "search.sampler": EXAMPLE["search"]["sampler"],
         "search.seed": "0", "space": "default", "search.space.micro_batch_size": "",
-        "budget.max_trials": str(budget["max_trials"]), "budget.max_seconds": str(budget["max_seconds"])}
+        "budget.max_trials": str(budget["max_trials"]), "budget.max_seconds": str(budget["max_seconds"]),
+        "budget.max_device_seconds": ""}
 
 
 def request_body(values: Mapping[str, str], ticked: Mapping[str, Iterable[str]]) -> dict[str, Any]:
@@ -113,7 +114,8 @@ def request_body(values: Mapping[str, str], ticked: Mapping[str, Iterable[str]])
                      | {name: value for name, value in optimizer.items() if value is not None}},
         "hardware": {**(_planned(values) if plans else {"device": values.get("hardware.device", "")}),
                      **_given(values, "hardware", ("devices",)), "memory_limit_bytes": _memory_limit(values)},
-        "search": search, **({} if plans else {"budget": _given(values, "budget", ("max_trials", "max_seconds"))})}
+        "search": search, **({} if plans else {"budget": _given(
+            values, "budget", ("max_trials", "max_seconds", "max_device_seconds"))})}
 
 
 class FormError(ValueError):

@@ -101,10 +101,12 @@ class SearchRequest(Value):
 
 
 class Budget(Value):
-    """A study ends when either is spent; the trial under way is finished."""
+    """A study ends when any is spent; the trial under way is finished."""
 
     max_trials: Whole = Field(20, ge=1, le=10_000)
     max_seconds: Real = Field(600.0, gt=0, le=7 * 24 * 3600)
+    max_device_seconds: Real | None = Field(
+        None, gt=0, description="elapsed seconds times hardware.devices; without it only the other limits hold")
     trial_timeout_seconds: Real = Field(120.0, gt=0, le=24 * 3600, description="deadline of one trial")
 
 
@@ -136,3 +138,11 @@ class StudyRequest(Value):
     def devices_needed(self) -> int:
         """Devices of this machine: a plan takes one, to look at the model."""
         return 1 if self.mode == "plan" else self.hardware.devices
+
+    @property
+    def most_seconds(self) -> float:
+        """Of elapsed time, as long as both budgets of time allow."""
+        budget = self.budget
+        if budget.max_device_seconds is None:
+            return budget.max_seconds
+        return min(budget.max_seconds, budget.max_device_seconds / self.hardware.devices)

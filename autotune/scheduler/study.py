@@ -225,7 +225,7 @@ class StudyRun:
         if next_repeat(self._request, trials) is not None:
             await self._enter(StudyPhase.CONFIRMING)
         while (trial := next_repeat(self._request, trials)) is not None:
-            if self._elapsed() >= self._request.budget.max_seconds:
+            if self._elapsed() >= self._request.most_seconds:
                 return
             await self._repeat(plan, trial)
             trials = await self._trials()

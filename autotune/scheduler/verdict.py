@@ -65,9 +65,11 @@ def budget_spent(request: StudyRequest, trials: Sequence[Trial], elapsed_seconds
         return None
     if len(trials) >= budget.max_trials:
         return f"budget of {budget.max_trials} trials spent"
-    if elapsed_seconds >= budget.max_seconds - _reserved_seconds(request, trials):
-        return f"budget of {budget.max_seconds:g} seconds spent"
-    return None
+    if elapsed_seconds < request.most_seconds - _reserved_seconds(request, trials):
+        return None
+    if budget.max_device_seconds is not None and request.most_seconds < budget.max_seconds:
+        return f"budget of {budget.max_device_seconds:.15g} device-seconds spent"
+    return f"budget of {budget.max_seconds:g} seconds spent"
 
 
 def contenders(request: StudyRequest, trials: Sequence[Trial]) -> list[int]:
@@ -130,7 +132,7 @@ def progress_of(request: StudyRequest, trials: Sequence[Trial], *, trials_total:
     rest = None
     if (seconds := _trial_seconds(trials)) is not None:
         left = 0.0 if confirming else (trials_total - finished) * seconds
-        left = min(left, max(request.budget.max_seconds - elapsed_seconds, 0.0))
+        left = min(left, max(request.most_seconds - elapsed_seconds, 0.0))
         rest = left + max(repeats_total - repeats, 0) * seconds
     return Progress(trials_finished=finished, trials_total=finished if confirming else trials_total,
                     repeats_finished=repeats, repeats_total=repeats_total if confirming else None,
@@ -140,7 +142,7 @@ def progress_of(request: StudyRequest, trials: Sequence[Trial], *, trials_total:
 def _reserved_seconds(request: StudyRequest, trials: Sequence[Trial]) -> float:
     seconds = _trial_seconds(trials) or 0.0
     repeats = request.search.confirm_rounds * (request.search.finalists + 1)
-    return min(repeats * seconds, _RESERVED_SHARE * request.budget.max_seconds)
+    return min(repeats * seconds, _RESERVED_SHARE * request.most_seconds)
 
 
 def _trial_seconds(trials: Sequence[Trial]) -> float | None:

@@ -139,6 +139,21 @@ async def test_the_budget_of_seconds_is_kept_and_the_baseline_always_runs(databa
 
 
 @in_loop
+async def test_finalists_are_not_measured_again_once_the_device_seconds_are_spent(database: Database) -> None:
+    def then_slowly(request: TrialRequest) -> TrialReport:
+        launcher.seconds = 0.8
+        return by_micro_batch(request)
+
+    launcher = FakeLauncher(script=then_slowly)
+    study = await run(database, launcher, hardware=TWO_DEVICES, search=WIDE_SPACE,
+                      budget={"max_trials": 2, "max_device_seconds": 1.4})
+    assert (study.request.budget.max_device_seconds, study.note) == (1.4, "budget of 2 trials spent")
+    assert [len(trial.repeats) for trial in trials_of(database, study)] == [0, 0]
+    assert study.best is not None
+    assert not study.best.confirmed
+
+
+@in_loop
 async def test_only_the_knobs_in_the_space_vary(database: Database) -> None:
     study = await run(database, FakeLauncher(), hardware=TWO_DEVICES, budget={"max_trials": 12, "max_seconds": 600},
                       search={"sampler": "random", "baseline": {"zero_stage": 2, "precision": "fp32",

@@ -70,6 +70,20 @@ def test_the_search_leaves_seconds_for_measuring_again() -> None:
     assert budget_spent(sample_request(budget={"max_trials": 1}), trials, 0.0) == "budget of 1 trials spent"
 
 
+def test_device_seconds_are_elapsed_seconds_times_devices() -> None:
+    request = sample_request(hardware={"device": "cpu", "devices": 4},
+                             budget={"max_seconds": 1000, "max_device_seconds": 1_600_000})
+    assert budget_spent(request, [trial(0, seconds=10.0)], 1000 - 80) == "budget of 1000 seconds spent"
+    request = sample_request(hardware={"device": "cpu", "devices": 4},
+                             budget={"max_seconds": 500_000, "max_device_seconds": 1_600_000})
+    trials = [trial(0, seconds=10.0)]
+    assert budget_spent(request, trials, 400_000 - 2 * 4 * 10 - 1) is None
+    assert budget_spent(request, trials, 400_000 - 2 * 4 * 10) == "budget of 1600000 device-seconds spent"
+    assert budget_spent(request, [trial(0, seconds=200_000.0)], 300_000 - 1) is None, "a quarter for the finalists"
+    late = progress_of(request, trials, trials_total=10, elapsed_seconds=399_990.0, confirming=False)
+    assert late.predicted_rest_seconds == pytest.approx(10 + 2 * 4 * 10)
+
+
 def test_only_a_suggestion_can_be_too_slow_to_measure_on() -> None:
     request = sample_request(search={"sampler": "guided", "finalists": 2})
     trials = [trial(0, 0.4), trial(1, 0.2), trial(2, None, outcome=Outcome.OOM_DEVICE), trial(3, 0.21)]

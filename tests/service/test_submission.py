@@ -106,7 +106,7 @@ def test_sizes_in_a_transformers_config_are_within_reason_too(
 @pytest.mark.parametrize("path", [
     "training.seed", "training.gradient_clipping", "training.optimizer.lr", "search.finalists",
     "search.policy.min_steps", "search.policy.max_seconds", "budget.max_trials", "budget.max_seconds",
-    "hardware.devices"])
+    "budget.max_device_seconds", "hardware.devices"])
 def test_true_is_not_taken_for_one(client: TestClient, body: dict[str, Any], path: str) -> None:
     found = problems_of(client.post("/api/v1/studies", json=with_change(body, path, True)))
     assert "not true/false" in found[path]
@@ -153,6 +153,7 @@ def test_true_is_not_taken_for_one(client: TestClient, body: dict[str, Any], pat
      "must be one integer; lists are search spaces"),
     ("budget.max_trials", 0, "budget.max_trials", "greater than or equal to 1"),
     ("budget.max_seconds", -5, "budget.max_seconds", "greater than 0"),
+    ("budget.max_device_seconds", 0, "budget.max_device_seconds", "greater than 0"),
     ("name", "", "name", "at least 1 character"),
     ("name", "x" * 200, "name", "at most 120"),
 ])

@@ -37,6 +37,11 @@ def test_the_memory_limit_has_its_unit() -> None:
     assert parse_request(body()).hardware.memory_limit_bytes is None
 
 
+def test_device_seconds_are_limited_where_given() -> None:
+    assert parse_request(body(budget__max_device_seconds="1200")).budget.max_device_seconds == 1200
+    assert parse_request(body()).budget.max_device_seconds is None
+
+
 def test_a_plan_names_a_cluster_and_degrees_and_has_no_budget() -> None:
     found = body(purpose="plan", hardware__cluster="h100-80gb", hardware__devices="16",
                  hardware__tensor_parallel="1, 2 4", hardware__pipeline_parallel="auto")
