@@ -286,7 +286,6 @@ class _Trial:
         do those that compile anew, unless they never end.
         """
         record, recompiled, skipped = self._record, 0, 0
-        self._still_to_watch = 0
         while (self._still_to_watch or not self._is_enough()) and skipped < self._request.policy.max_steps:
             step = self._step("measuring")
             if not step.agreed.applied:
