@@ -23,13 +23,12 @@ def is_worth_going_on(plan: Plan, trials: Sequence[Trial], search: SearchRequest
 def trials_left(plan: Plan, trials: Sequence[Trial]) -> int:
     """How many more there can be, at least 1: by the budget of trials, by that of seconds if they take as long as those
     so far, and by what is left to try."""
-    budget = plan.request.budget
-    left = [budget.max_trials - len(trials), int(untried(plan, trials).sum())]
+    left = [plan.request.budget.max_trials - len(trials), int(untried(plan, trials).sum())]
     ends = [trial.finished_at for trial in trials if trial.finished_at is not None]
     if ends:
         spent = (max(ends) - min(trial.started_at for trial in trials)).total_seconds()
         if spent > 0:
-            left.append(int((budget.max_seconds - spent) / spent * len(ends)))
+            left.append(int((plan.request.most_seconds - spent) / spent * len(ends)))
     return max(min(left), 1)
 
 
