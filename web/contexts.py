@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from autotune.domain.explanation import phase_seconds
 from autotune.domain.prediction import Prediction
 from autotune.domain.study import BestConfig, Study, StudyPhase, StudyState, Trial
 from autotune.domain.throughput import Throughput, rate_unit, shown_gain, shown_throughput, told_throughput
@@ -13,7 +14,7 @@ from engine.report import Measurement, Outcome
 from web.measured import fastest
 from web.plan_view import PlanView, Segment, segments
 from web.trials_view import KNOBS
-from web.words import OUTCOMES, PHASES, ROLES, Cue, describe_model, study_cue, trial_cue
+from web.words import MEASURED_PARTS, OUTCOMES, PHASES, ROLES, Cue, describe_model, study_cue, trial_cue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,11 +333,7 @@ def compare(trial: Trial) -> tuple[Compared, ...]:
 
 def phase_segments(run: Measurement) -> tuple[Segment, ...]:
     """Mean seconds per step by phase, as pieces of one bar."""
-    phases = run.phases
-    offload = {"host optimizer": phases.host_step or 0.0, "host transfers": phases.transfer or 0.0}
-    values = {"data": phases.data, "forward": phases.forward, "backward": phases.backward,
-              "optimizer step": max(phases.step - sum(offload.values()), 0.0),
-              **{name: seconds for name, seconds in offload.items() if seconds}}
+    values = {MEASURED_PARTS[name]: seconds for name, seconds in phase_seconds(run).items()}
     return segments(values, scale=sum(values.values()))
 
 

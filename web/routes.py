@@ -21,6 +21,7 @@ from web.contexts import memory_limit, study_page, study_row, trial_page
 from web.plan_view import SHOWN_BEFORE_A_SEARCH, PlanView, plan_view
 from web.rendering import Pages
 from web.trials_view import TableView, trials_table
+from web.why import why_view
 
 router = APIRouter(include_in_schema=False)
 
@@ -160,7 +161,7 @@ def _study_context(request: Request, study_id: str, services: Services, dashboar
         elapsed = (now - study.started_at).total_seconds()
     explained = study.state is StudyState.SUCCEEDED and study.best is not None
     return {"page": page, "now": now, "shown_rows": SHOWN_BEFORE_A_SEARCH,
-            "explanation": services.queries.explanation(study_id) if explained else None,
+            "why": why_view(services.queries.explanation(study_id)) if explained else None,
             "elapsed": max(elapsed, 0.0), "formats": services.queries.export_formats(),
             "events_url": f"/api/v1/studies/{study.id}/events?last_event_id={last_event}",
             "table": trials_table(trials, view, best_number=page.best.trial_number if page.best else None)}

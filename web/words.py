@@ -45,6 +45,10 @@ PHASES: dict[StudyPhase, tuple[str, str]] = {
     StudyPhase.CONFIRMING: ("Confirm", "measuring the finalists again, interleaved"),
 }
 
+MEASURED_PARTS: dict[str, str] = {
+    "data": "data", "forward": "forward", "backward": "backward", "step": "optimizer step",
+    "host_step": "host optimizer", "transfer": "host transfers"}
+
 ROLES: dict[TrialRole, str] = {
     TrialRole.BASELINE: "baseline",
     TrialRole.DEFAULT: "default",

@@ -1,12 +1,12 @@
 """Why the winner won: where its memory and time go, what binds, and what each knob would have cost. Pure."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
+from autotune.domain.explanation import Evidence, Explanation, KnobEffect, Memory, Step, Time, held_bytes, phase_seconds
 from autotune.domain.prediction import Prediction
 from autotune.domain.study import BestConfig, Trial
 from autotune.domain.throughput import shown_throughput
@@ -17,60 +17,7 @@ from autotune.search.points import Knob, reason_of
 from autotune.search.space import parse_space
 from autotune.search.surrogate import learn
 from engine.config import TrainConfig
-from engine.report import Measurement, Outcome
-from engine.values import Value
-
-Evidence = Literal["measured", "predicted", "does_not_fit", "failed", "impossible"]
-
-
-class Memory(Value):
-    """Bytes of the rank that holds most."""
-
-    predicted_bytes: dict[str, int] = Field(description="on the device, by term")
-    predicted_peak_bytes: int
-    measured_peak_bytes: int
-    limit_bytes: int = Field(description="that a rank may use")
-
-
-class Time(Value):
-    """Seconds of one optimizer step."""
-
-    predicted_seconds: dict[str, float] = Field(description="by term; empty where no time was predicted")
-    predicted_step_seconds: float | None
-    measured_seconds: dict[str, float] = Field(description="by phase")
-    measured_step_seconds: float
-
-
-class Step(Value):
-    """One knob at another value, everything else as the winner has it."""
-
-    value: Any
-    evidence: Evidence
-    tokens_per_second: float | None = Field(description="measured, or expected from all trials of the study")
-    change: float | None = Field(description="of throughput against the winner; -0.1: a tenth slower")
-    trial_number: int | None = None
-    detail: str = ""
-
-
-class KnobEffect(Value):
-    name: str
-    value: Any = Field(description="the winner's")
-    steps: tuple[Step, ...] = Field(description="one up and one down of an ordinal knob, every other value of a choice")
-
-
-class Explanation(Value):
-    """The evidence beside a winner.
-
-    Attributes:
-        binding: what keeps it from being faster, in words.
-    """
-
-    trial_number: int
-    config: TrainConfig
-    memory: Memory
-    time: Time
-    binding: str
-    knobs: tuple[KnobEffect, ...]
+from engine.report import Outcome
 
 
 def explain(best: BestConfig, trials: Sequence[Trial]) -> Explanation:
@@ -81,6 +28,8 @@ def explain(best: BestConfig, trials: Sequence[Trial]) -> Explanation:
     plan = make_plan(best.request, space, best.model_profile, best.hardware_profile)
     neighbours = _Neighbours(best, plan, trials)
     prediction = plan.predict_or_none(best.config)
+    on_device, on_host = held_bytes(winner.measurement.state_bytes, best.config, device_peak=best.peak_device_bytes,
+                                    host_peak=best.peak_host_bytes)
     knobs = tuple(KnobEffect(name=knob.name, value=getattr(best.config, knob.name),
                              steps=tuple(neighbours.steps(knob)))
                   for knob in space.knobs if knob.is_active(best.config))
@@ -88,16 +37,14 @@ def explain(best: BestConfig, trials: Sequence[Trial]) -> Explanation:
         trial_number=best.trial_number, config=best.config,
         memory=Memory(predicted_bytes=prediction.device_bytes if prediction else {},
                       predicted_peak_bytes=prediction.peak_device_bytes if prediction else 0,
-                      measured_peak_bytes=best.peak_device_bytes, limit_bytes=plan.limits.device_bytes),
+                      measured_bytes=on_device, measured_peak_bytes=best.peak_device_bytes,
+                      predicted_host_bytes=prediction.host_bytes if prediction else {},
+                      measured_host_bytes=on_host, measured_peak_host_bytes=best.peak_host_bytes,
+                      limit_bytes=plan.limits.device_bytes),
         time=Time(predicted_seconds=prediction.seconds if prediction else {},
                   predicted_step_seconds=prediction.step_seconds if prediction else None,
-                  measured_seconds=_phases(winner.measurement), measured_step_seconds=best.step_seconds),
+                  measured_seconds=phase_seconds(winner.measurement), measured_step_seconds=best.step_seconds),
         binding=_binding(knobs, prediction), knobs=knobs)
-
-
-def _phases(measurement: Measurement) -> dict[str, float]:
-    phases = measurement.phases
-    return {name: getattr(phases, name) for name in ("data", "forward", "backward", "step")}
 
 
 class _Neighbours:

@@ -5,12 +5,13 @@ from datetime import datetime
 from autotune.domain.catalog import ModelSummary
 from autotune.domain.cluster import Cluster
 from autotune.domain.errors import ConflictError, FieldError, InvalidRequestError, NotFoundError, NoWinnerError
+from autotune.domain.explanation import Explanation
 from autotune.domain.hardware import DeviceLease, Host
 from autotune.domain.page import Page
 from autotune.domain.study import BestConfig, Event, PlanSummary, Study, StudyState, Trial
 from autotune.export import FORMATS, ExportedFile
 from autotune.export import export as write_export
-from autotune.search.explain import Explanation, explain
+from autotune.search.explain import explain
 from autotune.search.layouts import described_clusters
 from autotune.store.database import Database
 from engine.profile import HardwareProfile

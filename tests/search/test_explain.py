@@ -2,10 +2,11 @@
 
 import pytest
 
+from autotune.domain.explanation import KnobEffect, held_bytes
 from autotune.domain.study import BestConfig
-from autotune.search.explain import KnobEffect, explain
+from autotune.search.explain import explain
 from engine.config import TrainConfig
-from engine.report import Outcome
+from engine.report import Outcome, PhaseSeconds, StateBytes
 from tests.search.support import (
     MIB,
     NOW,
@@ -94,9 +95,46 @@ def test_what_failed_and_what_does_not_fit_says_so() -> None:
 def test_where_memory_and_time_go() -> None:
     explanation = explain(winner(), TRIALS[:3])
     assert sum(explanation.memory.predicted_bytes.values()) == explanation.memory.predicted_peak_bytes
+    assert sum(explanation.memory.measured_bytes.values()) == 150 * MIB
     assert explanation.memory.measured_peak_bytes == 150 * MIB
     assert explanation.memory.limit_bytes == 2048 * MIB
     assert explanation.time.predicted_step_seconds == pytest.approx(sum(explanation.time.predicted_seconds.values()))
     assert sum(explanation.time.measured_seconds.values()) == pytest.approx(4.096)
     largest = max(explanation.time.predicted_seconds, key=lambda name: explanation.time.predicted_seconds[name])
     assert f"of the predicted step is {largest.replace('_', ' ')}" in explanation.binding
+
+
+def test_state_that_a_trial_really_held_is_told_by_kind() -> None:
+    """Of 60 MiB of optimizer states 20 are on the host; buffers there take 4, and the rest is 150 - 20 - 30 - 40."""
+    run = measurement(4.096, 4.096, state_bytes=StateBytes(
+        parameters=20 * MIB, gradients=30 * MIB, optimizer=60 * MIB, host=20 * MIB))
+    memory = explain(winner().model_copy(update={"peak_host_bytes": 24 * MIB}), [finished(1, WINNER, run)]).memory
+    assert memory.measured_bytes == {
+        "parameters": 20 * MIB, "gradients": 30 * MIB, "optimizer": 40 * MIB, "rest": 60 * MIB}
+    assert memory.measured_host_bytes == {"parameters": 0, "optimizer": 20 * MIB, "rest": 4 * MIB}
+    assert memory.measured_peak_host_bytes == 24 * MIB
+    assert set(memory.predicted_host_bytes) == {"parameters", "optimizer", "buckets"}
+
+
+def test_parameters_on_the_host_are_told_from_optimizer_states_there() -> None:
+    config = TrainConfig(zero_stage=3, offload_param=True, offload_optimizer_ratio=0.5)
+    state = StateBytes(parameters=8, gradients=14, optimizer=16, host=8 + 12)
+    device, host = held_bytes(state, config, device_peak=100, host_peak=25)
+    assert device == {"parameters": 0, "gradients": 14, "optimizer": 4, "rest": 82}
+    assert host == {"parameters": 8, "optimizer": 12, "rest": 5}
+
+
+def test_no_rest_is_less_than_nothing() -> None:
+    """Kinds of state are most on different ranks."""
+    device, host = held_bytes(StateBytes(parameters=10, gradients=10, optimizer=10, host=11), TrainConfig(),
+                              device_peak=15, host_peak=5)
+    assert device == {"parameters": 10, "gradients": 10, "optimizer": 0, "rest": 0}
+    assert host == {"parameters": 0, "optimizer": 11, "rest": 0}
+
+
+def test_the_host_s_optimizer_and_transfers_are_phases_of_their_own() -> None:
+    run = measurement(4.0, 4.0, phases=PhaseSeconds(data=0.1, forward=0.9, backward=1.0, step=2.0, host_step=1.2,
+                                                    transfer=0.3))
+    seconds = explain(winner(), [finished(1, WINNER, run)]).time.measured_seconds
+    assert seconds == pytest.approx({"data": 0.1, "forward": 0.9, "backward": 1.0, "step": 0.5, "host_step": 1.2,
+                                     "transfer": 0.3})

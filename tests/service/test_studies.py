@@ -197,6 +197,8 @@ class TestWinner:
         explanation = client.get(f"/api/v1/studies/{succeeded(database)}/explanation").json()
         assert explanation["trial_number"] == 0
         assert explanation["memory"]["measured_peak_bytes"] == 1_000_000
+        assert explanation["memory"]["measured_bytes"] == {
+            "parameters": 100, "gradients": 100, "optimizer": 200, "rest": 999_600}
         assert sum(explanation["time"]["measured_seconds"].values()) == pytest.approx(0.1)
         assert [step["value"] for knob in explanation["knobs"] if knob["name"] == "zero_stage"
                 for step in knob["steps"]] == [0, 1]

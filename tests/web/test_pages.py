@@ -225,6 +225,11 @@ class TestStudies:
         text = client.get(f"/studies/{told.study.id}").text
         why = text[text.index('id="why"'):text.index('id="export"')]
         assert "What keeps it from being faster: " in why
+        memory, times = why[:why.index('id="why-time"')], why[why.index('id="why-time"'):]
+        assert [f"{found} MiB" for found in ("18.0", "18.0", "36.0", "426", "498")] == re.findall(
+            r'<td class="num">[^<]+</td><td class="num">([^<]+)</td></tr>', memory)
+        assert "Time of a step, predicted" in times
+        assert re.search(r"optimizer step<span>\d+\.\d ms</span>", times)
         assert re.search(r'zero_<wbr>stage</td><td class="num">1</td><td class="num">2</td>\s*'
                          r'<td class="num">−[12].\d %</td>\s*'
                          r'<td><a href="/studies/\w+/trials/9">trial 9</a></td>', why)

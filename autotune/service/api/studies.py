@@ -5,10 +5,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Header, Query, Response
 
+from autotune.domain.explanation import Explanation
 from autotune.domain.request import StudyRequest
 from autotune.domain.study import BestConfig, StudyState
 from autotune.export import FORMATS
-from autotune.search.explain import Explanation
 from autotune.service.api.parameters import Cursor, Limit, ModelFilter, StudyId, json_body
 from autotune.service.problems import responses
 from autotune.service.schemas import PlanView, StudyList, StudyView
