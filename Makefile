@@ -4,7 +4,7 @@
 # make coverage  lines of engine/ that its tests run, in all their processes; fails under 95 % (ARGS="-x": to pytest)
 # make check   linters, types, architecture rules
 # make bench-engine   the engine beside DDP, FSDP2 and DeepSpeed (JSON=FILE: results as data too; ARGS=--help: options)
-# make bench-NAME   zero_memory, communication, overhead, checkpointing, gpu, predict, search, stability (options: same)
+# make bench-NAME   zero_memory, communication, overhead, checkpointing, trial_cost, gpu, predict, search, stability (options: same)
 # make clean   remove .venv, .venv-peers and caches; keeps data/
 
 SHELL := /bin/bash

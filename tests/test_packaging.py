@@ -50,6 +50,13 @@ def test_makes_targets_are_the_documented_ones() -> None:
         "setup", "demo", "test", "coverage", "check", "bench-engine", "bench-NAME", "clean"]
 
 
+def test_make_help_names_every_benchmark() -> None:
+    (names,) = re.findall(r"^# make bench-NAME +(.+) \(", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    runnable = {path.parent.name if path.stem == "__main__" else path.stem
+                for path in (ROOT / "benchmarks").glob("**/*.py") if "sys.exit(main())" in path.read_text()}
+    assert {"engine" if name == "peers" else name for name in runnable} == {"engine", *names.split(", ")}
+
+
 @pytest.mark.parametrize("page", [
     "README.md", "docs/architecture.md", "docs/engine.md", "docs/prediction.md", "docs/search.md"])
 def test_links_to_files_lead_somewhere(page: str) -> None:
