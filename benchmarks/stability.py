@@ -3,8 +3,8 @@
     python -m benchmarks.stability [--json FILE] [--repeats N]
 
 The same study of a small GPT on two CPU ranks, again and again: the real scheduler, worker processes and sampler, and a
-new database each time, so that nothing is reused. Ends with 1 unless every repeat names the most frequent winner or one
-tied with it: in its own declared tie, or in that of a repeat that names the most frequent one.
+new database each time, so that nothing is reused. Ends with 1 unless every repeat names the most frequent winner, or
+declares that one tied with its own. What other repeats declare does not count.
 """
 
 import asyncio
@@ -86,10 +86,13 @@ def _name(config: TrainConfig) -> str:
 
 
 def strays(rows: Sequence[report.Row]) -> list[report.Row]:
-    """Repeats whose winner is neither the most frequent one nor tied with it."""
-    winner = Counter(row["winner"] for row in rows).most_common(1)[0][0]
-    tied = {winner}.union(*(_tie(row) for row in rows if row["winner"] == winner))
-    return [row for row in rows if row["winner"] not in tied and winner not in _tie(row)]
+    """Repeats whose winner is not the most frequent one, which is not in their own declared tie either.
+
+    Of several that are equally frequent, that with the fewest such repeats counts.
+    """
+    counts = Counter(row["winner"] for row in rows)
+    return min(([row for row in rows if winner != row["winner"] and winner not in _tie(row)]
+                for winner, count in counts.items() if count == max(counts.values())), key=len)
 
 
 def _tie(row: report.Row) -> set[str]:

@@ -19,8 +19,11 @@ def test_a_repeat_tells_its_winner_with_what_it_took() -> None:
     assert float(found["from"] or 0) <= float(found["tokens/s"] or 0) <= float(found["to"] or 0)
 
 
-def test_other_winners_are_strays_unless_either_declares_the_tie() -> None:
-    declared = [row("a"), row("a", "b"), row("b"), row("c", "d", "a")]
-    assert strays(declared) == []
-    assert strays([*declared, row("d")]) == [row("d")], "a tie with one that is tied is none with the winner"
-    assert strays([row("a"), row("a"), row("b", "c")]) == [row("b", "c")]
+def test_other_winners_are_strays_unless_they_declare_the_tie_themselves() -> None:
+    assert strays([row("a"), row("a"), row("b", "c", "a")]) == []
+    assert strays([row("a"), row("a", "b"), row("b")]) == [row("b")], "the tie of another repeat"
+    assert strays([row("a"), row("a"), row("b", "c")]) == [row("b", "c")], "a tie with another one"
+
+
+def test_of_equally_frequent_winners_the_one_that_others_tie_with_counts() -> None:
+    assert strays([row("a"), row("b", "a")]) == strays([row("b", "a"), row("a")]) == []
