@@ -10,6 +10,11 @@
 (d) What a suggestion costs.
 (e) What guided gains from an earlier study, on pairs of simulated surfaces of which the prediction is off in the same
     way, more or less; and that it does not lose where it is off in another, or in the opposite way.
+
+Ends with 1 where `guided` misses a target of the parts that were run: (a) a median regret of 1 % after 10 trials, 15
+trials to 2 % at the 90th percentile, 90 % of studies without a trial out of memory, all on the default 50 surfaces
+alone; (b) a mean regret of 2 % after 3 trials and 0.5 % after 5; (c) 8 trials to 3 %; (d) 100 ms for a suggestion after
+1,000 trials, which wants a quiet machine.
 """
 
 import argparse
@@ -29,10 +34,12 @@ from benchmarks import replay, report
 from benchmarks.search import grid, groups, warm
 from benchmarks.search.problems import Problem, make_trial, run_study, summary
 from benchmarks.search.surfaces import large_surface, surface
+from benchmarks.search.targets import missed
 
 SAMPLERS: tuple[Sampler, ...] = ("guided", "tpe", "gp", "random", "grid")
 TRIALS = 20
 GRID_SEEDS = 5
+STUDIES = 50
 SLOW = 5
 """gp takes half a second for a suggestion: it gets one in so many of the surfaces."""
 
@@ -41,7 +48,7 @@ def options() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--parts", default="abcde", help="which of these (%(default)s)")
     parser.add_argument("--samplers", default=",".join(SAMPLERS), metavar="NAMES", help="all by default")
-    parser.add_argument("--studies", type=int, default=50, metavar="N", help="simulated surfaces (50)")
+    parser.add_argument("--studies", type=int, default=STUDIES, metavar="N", help="simulated surfaces (%(default)s)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first surface (0)")
     parser.add_argument("--rebuild", action="store_true", help="measure the grid again, and nothing else")
     return parser.parse_args()
@@ -147,7 +154,10 @@ def main() -> int:
             print(report.table([{name: value for name, value in row.items() if name != "part"} for row in found]))
             print(flush=True)
     report.write(rows, asked.json)
-    return 0
+    failures = missed(rows, default_studies=seeds == range(STUDIES))
+    for failure in failures:
+        print(failure)
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

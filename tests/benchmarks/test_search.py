@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from autotune.domain.request import Sampler
 from autotune.predict.parallel import Parallel
 from benchmarks.replay import Group, Run
+from benchmarks.report import Row
 from benchmarks.search import grid, groups
+from benchmarks.search.__main__ import main
 from benchmarks.search.problems import Problem, Score, Truth, make_problem, make_trial, run_study, score, summary
 from benchmarks.search.surfaces import PAIRS, Pair, large_surface, problem_before, surface
+from benchmarks.search.targets import Target, missed
 from benchmarks.search.warm import after_others
 from engine.config import TrainConfig
 from engine.report import Outcome
@@ -75,6 +79,42 @@ class TestScores:
         assert row["out of memory"] == row["share without"] == 0.5
         reached = [Score(regrets=(0.5,) * number + (0.0,), out_of_memory=0) for number in range(10)]
         assert summary(reached)["90th percentile"] == 9
+
+
+class TestTargets:
+    MET: ClassVar[tuple[Row, ...]] = (
+        {"part": "a", "sampler": "guided", "% after 10": 1.0, "90th percentile": 15, "share without": 0.9},
+        {"part": "b", "sampler": "rule: most data parallelism", "mean % after 3": 5.4, "mean % after 5": 5.4},
+        {"part": "b", "sampler": "guided", "mean % after 3": 2.0, "mean % after 5": 0.5},
+        {"part": "c", "sampler": "guided", "trials to 3 %": 8}, {"part": "c", "sampler": "grid", "trials to 3 %": 20},
+        {"part": "d", "sampler": "guided", "trials": 100, "ms": 400.0},
+        {"part": "d", "sampler": "guided", "trials": 1000, "ms": 99.0},
+        {"part": "d", "sampler": "guided after three studies", "trials": 1000, "ms": 400.0},
+        {"part": "e", "begins with": "nothing", "% after 10": 3.0})
+
+    def test_what_is_just_reached_is_not_missed(self) -> None:
+        assert missed(self.MET, default_studies=True) == []
+        assert missed((), default_studies=True) == [], "nothing was run"
+
+    @pytest.mark.parametrize(("place", "worse", "says"), [
+        (0, {"% after 10": 1.01}, "(a) guided: % after 10: 1.01, promised at most 1"),
+        (0, {"90th percentile": None}, "(a) guided: 90th percentile: not reached, promised at most 15"),
+        (0, {"share without": 0.88}, "(a) guided: share without: 0.88, promised at least 0.9"),
+        (2, {"mean % after 3": 2.1}, "(b) guided: mean % after 3: 2.1, promised at most 2"),
+        (2, {"mean % after 5": 0.6}, "(b) guided: mean % after 5: 0.6, promised at most 0.5"),
+        (3, {"trials to 3 %": 9}, "(c) guided: trials to 3 %: 9, promised at most 8"),
+        (6, {"ms": 101.0}, "(d) guided after 1000 trials: ms: 101, promised at most 100")])
+    def test_what_is_worse_is_told(self, place: int, worse: Row, says: str) -> None:
+        rows = [{**row, **worse} if number == place else row for number, row in enumerate(self.MET)]
+        assert missed(rows, default_studies=True) == [says]
+        assert missed(rows, default_studies=False) == ([] if place == 0 else [says]), "other surfaces may be harder"
+
+    def test_the_command_ends_with_1(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr("sys.argv", ["search", "--parts", "c", "--samplers", "guided"])
+        assert main() == 0
+        monkeypatch.setattr("benchmarks.search.targets.TARGETS", (Target("c", "trials to 3 %", 0.0),))
+        assert main() == 1
+        assert "promised at most 0" in capsys.readouterr().out
 
 
 class TestSurfaces:
