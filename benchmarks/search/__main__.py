@@ -7,7 +7,7 @@
 (b) Published measurements of Megatron-LM (`benchmarks.replay`), in groups of 10 or more configurations.
 (c) A grid of configurations of the bundled engine, all measured on one machine; --rebuild measures it again, which
     takes about ten minutes and wants a quiet machine.
-(d) What a suggestion costs.
+(d) What a suggestion costs, in one thread, as in a study.
 (e) What guided gains from an earlier study, on pairs of simulated surfaces of which the prediction is off in the same
     way, more or less; and that it does not lose where it is off in another, or in the opposite way.
 
@@ -18,6 +18,7 @@ alone; (b) a mean regret of 2 % after 3 trials and 0.5 % after 5; (c) 8 trials t
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
@@ -161,4 +162,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if "OMP_NUM_THREADS" not in os.environ:  # read by numpy as it loads; a study's suggestions are made by one thread
+        command = [sys.executable, "-m", "benchmarks.search", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
     sys.exit(main())
