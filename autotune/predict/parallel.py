@@ -70,7 +70,7 @@ def part_of(model: ModelProfile, parallel: Parallel) -> ModelProfile:
     return model.model_copy(update={
         "parameters": _cut(held, tensor),
         "trainable_parameters": _cut(_cut(held * model.trainable_parameters, model.parameters), tensor),
-        "parameter_tensors": _cut(model.parameter_tensors * blocks, max(model.block_count, 1)),
+        "parameter_tensors": _cut(model.parameter_tensors * max(blocks, 1), max(model.block_count, 1)),
         "largest_parameter": _cut(model.largest_parameter, tensor),
         "block_count": blocks,
         "block_parameters": _cut(model.block_parameters, tensor)})
@@ -79,6 +79,11 @@ def part_of(model: ModelProfile, parallel: Parallel) -> ModelProfile:
 def stage_blocks(model: ModelProfile, parallel: Parallel) -> int:
     """Blocks of the fullest pipeline stage."""
     return _cut(model.block_count, parallel.pipeline)
+
+
+def stage_share(model: ModelProfile, parallel: Parallel) -> float:
+    """The part of a model's work that the fullest pipeline stage has: all of it where nothing repeats."""
+    return stage_blocks(model, parallel) / model.block_count if model.block_count else 1.0
 
 
 def activation_bytes(model: ModelProfile, config: TrainConfig, parallel: Parallel) -> ActivationPeak:
@@ -96,7 +101,7 @@ def activation_bytes(model: ModelProfile, config: TrainConfig, parallel: Paralle
     if parallel == ALONE:
         return ActivationPeak(entry.fixed + size * entry.saved_per_sample, transient)
     whole, cut, logits = saved_bytes(model, config, config.activation_checkpointing)
-    stage = (whole + cut / parallel.tensor) * stage_blocks(model, parallel) / max(model.block_count, 1)
+    stage = stage_share(model, parallel) * (whole + cut / parallel.tensor)
     under_way = min(parallel.pipeline, config.gradient_accumulation_steps)
     kept = max(under_way * stage, stage + logits / parallel.tensor)
     return ActivationPeak(entry.fixed + math.ceil(size * kept), _cut(transient, parallel.tensor))

@@ -10,7 +10,7 @@ from autotune.predict.communication import Group, data_group, ring
 from autotune.predict.constants import Constants
 from autotune.predict.memory import Situation, held_bytes, owned, reduces_at_once, states_per_parameter
 from autotune.predict.operators import operator_seconds
-from autotune.predict.parallel import hidden_size, saved_bytes, stage_blocks
+from autotune.predict.parallel import hidden_size, saved_bytes, stage_share
 from engine.config import Checkpointing, TrainConfig
 from engine.profile import HardwareProfile
 from engine.values import BYTES_PER_ELEMENT
@@ -165,12 +165,12 @@ def _micro_batch(point: _Point) -> _MicroBatch:
     exchanges = _BLOCK_EXCHANGES + (_BLOCK_EXCHANGES / 2 if config.activation_checkpointing == "full" else 0)
     message = point.tokens * hidden_size(model) * point.width
     exchange = ring(point.hardware, ranks=tensor, stride=1).allreduce(message) if tensor > 1 else 0.0
-    share = stage_blocks(model, point.situation.parallel) / blocks
+    share = stage_share(model, point.situation.parallel)
     return _MicroBatch(
         blocks=share * both, recompute=share * again,
         head=0.0 if counted else _head_seconds(point, launches / blocks),
         gradients=_gradient_seconds(point) if counted else 0.0,
-        exchange=share * blocks * exchanges * exchange, head_exchange=_OUTER_EXCHANGES * exchange,
+        exchange=share * model.block_count * exchanges * exchange, head_exchange=_OUTER_EXCHANGES * exchange,
         transfer=_transfer_seconds(point, message))
 
 
@@ -308,7 +308,8 @@ def _update_seconds(point: _Point) -> tuple[float, float]:
     state_bytes = 4 if config.optimizer_precision == "fp32" else point.width
     traffic = elements * state_bytes * (3 + 2 * states_per_parameter(situation.optimizer))
     device_rate = point.hardware.update_bytes_per_second or point.traffic_rate
-    host_rate = device_rate if situation.device_is_host else _HOST_BYTES_PER_SECOND
+    host_rate = device_rate if situation.device_is_host else (
+        point.hardware.host_update_bytes_per_second or _HOST_BYTES_PER_SECOND)
     update = traffic * ((1 - ratio) / device_rate + ratio / host_rate)
     if state_bytes != point.width:
         update += elements * (held_bytes(config) + 2 * state_bytes + point.width) / point.traffic_rate

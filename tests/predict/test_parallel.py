@@ -120,6 +120,14 @@ class TestMemory:
         assert one == pytest.approx(4 * 4 * 512 * 1024 * 34, rel=1e-3)
         assert eight == pytest.approx(4 * 4 * 512 * 1024 * (10 + 24 / 8), rel=1e-3)
 
+    def test_without_repeated_blocks_each_device_of_a_tensor_group_has_its_part_of_all(self) -> None:
+        """Of activations, time and parameter tensors alike."""
+        model = model_profile(block_class=None, block_count=0, block_parameters=0)
+        one, four = (planned(BF16, Parallel(tensor=tensor), model=model) for tensor in (1, 4))
+        assert four.device_bytes["activations"] == one.device_bytes["activations"] // 4 > 0
+        assert one.seconds["forward"] > four.seconds["forward"] > one.seconds["forward"] / 8
+        assert part_of(model, Parallel(tensor=4)).parameter_tensors == model.parameter_tensors
+
     def test_the_first_stage_keeps_as_many_micro_batches_as_there_are_stages(self) -> None:
         decoder = decoder_profile(Decoder(layers=8, hidden=1024, heads=16, vocab=1, sequence_length=512))
         kept = [planned({**BF16, "gradient_accumulation_steps": steps}, Parallel(pipeline=4),

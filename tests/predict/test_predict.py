@@ -16,6 +16,7 @@ from engine.profile import (
     BackwardPoint,
     Collective,
     ModelProfile,
+    OperatorClass,
     OperatorCost,
     OperatorWork,
     PassWork,
@@ -78,7 +79,8 @@ class TestProperties:
         assert all(size >= 0 for size in (*predicted.device_bytes.values(), *predicted.host_bytes.values()))
         assert predicted.peak_device_bytes == sum(predicted.device_bytes.values())
         assert predicted.peak_host_bytes == sum(predicted.host_bytes.values())
-        assert predicted.step_seconds > 0
+        assert predicted.seconds["forward"] > 0
+        assert predicted.seconds["backward"] > 0
 
     @given(models(), configs(), optimizers, world_sizes)
     @settings(max_examples=200, deadline=None)
@@ -314,6 +316,23 @@ class TestTime:
         model = model_profile(flops_per_sample=1e9, parameter_tensors=0)
         hardware = {"matmul_flops_per_second": {"fp32": 8e9}, "copy_bytes_per_second": 1e18}
         assert prediction(model, config, world_size=1, **hardware).step_seconds == pytest.approx(1.0)
+
+    @pytest.mark.parametrize("counted", [False, True])
+    def test_without_repeated_blocks_all_work_counts(self, counted: bool) -> None:
+        """An MLP takes as long as a model of as many operations in blocks, and longer with larger micro-batches."""
+        kinds: tuple[OperatorClass, ...] = ("product", "attention", "other")
+        work = OperatorWork(flops_per_sample=3e9, bytes_per_sample=2e6, bytes_fixed=1e7, kernels=10)
+        cost = OperatorCost(seconds_per_flop=1e-11, seconds_per_byte=1e-10)
+        changes: dict[str, Any] = {"work": (PassWork(
+            checkpointing="none", precision="fp32", operators=dict.fromkeys(kinds, work)),)} if counted else {}
+        hardware = {"operators": {"fp32": dict.fromkeys(kinds, cost)}}
+        repeated = model_profile(hidden=256, **changes)
+        plain = model_profile(hidden=256, block_class=None, block_count=0, block_parameters=0, **changes)
+        for name in ("forward", "backward"):
+            small, large = (prediction(plain, TrainConfig(micro_batch_size=size), **hardware).seconds[name]
+                            for size in (1, 16))
+            assert large > 5 * small > 0
+            assert large == prediction(repeated, TrainConfig(micro_batch_size=16), **hardware).seconds[name]
 
     def test_full_checkpointing_repeats_the_forward_pass(self) -> None:
         none, full = (prediction(
