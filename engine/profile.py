@@ -84,6 +84,7 @@ class ModelProfile(Value):
     attention: Literal["fused", "eager"] = Field("fused", description="eager: the matrix of scores is written out")
     loss: Literal["fused", "eager"] = Field("eager", description="eager: from a copy of the logits in fp32")
     largest_block_parameter: int = Field(0, description="elements; 0: not known")
+    block_sizes: tuple[int, ...] = Field((), description="elements of each repeated block in turn; none: all equal")
     work: tuple[PassWork, ...] = Field((), description="as counted; none: followed from the dimensions")
 
     def activation(self, checkpointing: Checkpointing, precision: Precision) -> ActivationBytes:
@@ -155,3 +156,7 @@ class HardwareProfile(Value):
         None, description="whether ranks read each other's memory where it lies; None: not told, then on a CPU they do")
     update_bytes_per_second: float | None = Field(
         None, description="of AdamW on the device: parameters, gradients and states, read and written")
+    host_update_bytes_per_second: float | None = Field(
+        None, description="of AdamW on the host, by one rank while all the others do the same; None: not measured")
+    host_devices: int | None = Field(None, description="devices that share the host's memory; None: those measured")
+    contended: bool = Field(False, description="other work took a noticeable part of a core meanwhile")

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
@@ -44,6 +44,9 @@ Terms = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 class Candidate(NamedTuple):
     """A configuration that should fit, and what is expected of it."""
 
+Place = Literal["device", "host", "device and host"]
+
+
     config: TrainConfig
     prediction: Prediction
 
@@ -62,32 +65,38 @@ class Limits:
 
     Attributes:
         device_bytes: the request's limit, else the device's memory.
-        host_bytes: the host's memory divided by its ranks.
+        host_bytes: the host's memory divided by the devices that share it.
+        device_is_host: device and host memory are one, as on a CPU: both together stay within `host_bytes`.
     """
 
     device_bytes: int
     host_bytes: int
 
     def allow(self, prediction: Prediction) -> bool:
-        """Whether it stays within both, a reserve on the device included."""
+        """Whether it stays within all of them, a reserve on the device included."""
+    device_is_host: bool = False
         return self.exceeded(prediction) is None
 
-    def exceeded(self, prediction: Prediction) -> Literal["device", "host"] | None:
-        """Which of the two does not allow it, the device's first."""
-        if device_bytes_to_allow(prediction) > self.device_bytes:
-            return "device"
-        return "host" if prediction.peak_host_bytes > self.host_bytes else None
+    def exceeded(self, prediction: Prediction) -> Place | None:
+        """Which memory does not allow it, the device's first."""
+        return next((place for place, needed, limit in self._held(prediction) if needed > limit), None)
 
     def excess(self, prediction: Prediction) -> str:
         """In words, what a prediction that is not allowed needs and may use."""
-        place = self.exceeded(prediction)
-        needed, limit = ((device_bytes_to_allow(prediction), self.device_bytes) if place == "device"
-                         else (prediction.peak_host_bytes, self.host_bytes))
+        place, needed, limit = next(held for held in self._held(prediction) if held[1] > held[2])
         return f"needs {needed / 2**20:,.0f} MiB of {place} memory where {limit / 2**20:,.0f} may be used"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
+    def _held(self, prediction: Prediction) -> Iterator[tuple[Place, int, int]]:
+        """Every place with the bytes needed and allowed there."""
+        device, host = device_bytes_to_allow(prediction), prediction.peak_host_bytes
+        yield "device", device, self.device_bytes
+        yield "host", host, self.host_bytes
+        if self.device_is_host:
+            yield "device and host", device + host, self.host_bytes
+
     """What a study may try. Made by `make_plan`; pickled as its inputs, and made again once per process: a plan equals
     only itself.
 
@@ -198,7 +207,9 @@ def device_bytes_to_allow(prediction: Prediction) -> int:
 def limits_of(request: StudyRequest, hardware: HardwareProfile) -> Limits:
     """What the request allows, and the hardware has."""
     memory_limit = min(hardware.memory_bytes, request.hardware.memory_limit_bytes or hardware.memory_bytes)
-    return Limits(device_bytes=memory_limit, host_bytes=hardware.host_memory_bytes // hardware.world_size)
+    sharing = max(hardware.host_devices or 0, hardware.world_size)
+    return Limits(device_bytes=memory_limit, host_bytes=hardware.host_memory_bytes // sharing,
+                  device_is_host=hardware.device_type == "cpu")
 
 
 def make_plan(request: StudyRequest, space: Space, model: ModelProfile, hardware: HardwareProfile,

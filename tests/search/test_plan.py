@@ -114,3 +114,27 @@ def test_profiles_of_another_world_size_are_refused() -> None:
     with pytest.raises(ValueError, match="calibrated on 4 devices, but the study uses 2"):
         study_plan(request, hardware=hardware_profile(world_size=4))
     assert parse_space(request).world_size == 2
+def test_the_host_is_divided_by_all_its_devices() -> None:
+    host = 8192 * MIB
+    shares = [study_plan(study_request(), hardware=hardware_profile(host_memory_bytes=host, host_devices=devices))
+              .limits.host_bytes for devices in (None, 1, 8)]
+    assert shares == [host // 2, host // 2, host // 8]
+
+
+def test_on_a_cpu_device_and_host_memory_are_one() -> None:
+    config = TrainConfig(zero_stage=2, offload_optimizer_ratio=1.0)
+    needed = study_plan(study_request()).predict(config)
+    device, host = device_bytes_to_allow(needed), needed.peak_host_bytes
+    assert host > MIB
+
+    def limits(device_type: str, share: int) -> Limits:
+        hardware = hardware_profile(device_type=device_type, memory_bytes=share, host_memory_bytes=2 * share)
+        return study_plan(study_request(), hardware=hardware).limits
+
+    both = device + host
+    assert limits("cpu", both).allow(needed)
+    assert limits("cpu", both - 1).exceeded(needed) == "device and host"
+    assert limits("cuda", both - 1).allow(needed)
+    assert f"needs {both / MIB:,.0f} MiB of device and host memory" in limits("cpu", both - 1).excess(needed)
+
+
