@@ -38,14 +38,17 @@ RESERVED_SHARE = 0.02
 """What a peak may need beyond its prediction, as a share of it, for what no term knows: allocators keep a little of
 what was freed. docs/prediction.md says how far beyond measured peaks were."""
 
+FP16_SHARE = 0.7
+"""Of fp16's rate: bf16 that reaches less is emulated, and does not stand for it."""
+
 Terms = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+
+Place = Literal["device", "host", "device and host"]
 
 
 class Candidate(NamedTuple):
     """A configuration that should fit, and what is expected of it."""
-
-Place = Literal["device", "host", "device and host"]
-
 
     config: TrainConfig
     prediction: Prediction
@@ -71,10 +74,10 @@ class Limits:
 
     device_bytes: int
     host_bytes: int
+    device_is_host: bool = False
 
     def allow(self, prediction: Prediction) -> bool:
         """Whether it stays within all of them, a reserve on the device included."""
-    device_is_host: bool = False
         return self.exceeded(prediction) is None
 
     def exceeded(self, prediction: Prediction) -> Place | None:
@@ -86,9 +89,6 @@ class Limits:
         place, needed, limit = next(held for held in self._held(prediction) if held[1] > held[2])
         return f"needs {needed / 2**20:,.0f} MiB of {place} memory where {limit / 2**20:,.0f} may be used"
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
     def _held(self, prediction: Prediction) -> Iterator[tuple[Place, int, int]]:
         """Every place with the bytes needed and allowed there."""
         device, host = device_bytes_to_allow(prediction), prediction.peak_host_bytes
@@ -97,6 +97,9 @@ class Plan:
         if self.device_is_host:
             yield "device and host", device + host, self.host_bytes
 
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
     """What a study may try. Made by `make_plan`; pickled as its inputs, and made again once per process: a plan equals
     only itself.
 
@@ -140,7 +143,7 @@ class Plan:
         if config in self.index:
             return config
         folded = self.space.canonical(config)
-        kept = {name: _kept_bucket(self.space, self.model, name, getattr(folded, name)) for name in BUCKET_KNOBS}
+        kept = {name: _kept_bucket(self.space, self.model, name, folded) for name in BUCKET_KNOBS}
         changed = {name: size for name, size in kept.items() if size != getattr(folded, name)}
         return folded.model_copy(update=changed) if changed else folded
 
@@ -342,20 +345,24 @@ def _why_not(config: TrainConfig, space: Space, model: ModelProfile, hardware: H
         return (f"precision {config.precision} does not run on {hardware.device_name or hardware.device_type}, which "
                 f"runs {', '.join(hardware.precisions)}")
     precision = space.knob("precision")
-    if config.precision == "fp16" and precision is not None and precision.auto and "bf16" in hardware.precisions:
-        return "precision fp16 is left to hardware without bf16, which needs no loss scaling: name it in " \
+    if config.precision == "fp16" and precision is not None and precision.auto and _bf16_is_native(hardware):
+        return "precision fp16 is left to hardware without fast bf16, which needs no loss scaling: name it in " \
                "search.space.precision to try it"
     if config.activation_checkpointing != "none" and model.block_count == 0:
         return "activation_checkpointing needs repeated blocks, and this model has none"
     for name in BUCKET_KNOBS:
-        size = getattr(config, name)
-        if _kept_bucket(space, model, name, size) != size:
+        if _kept_bucket(space, model, name, config) != getattr(config, name):
             return f"{name} beyond the model's size is the same as a smaller one"
     try:
         model.activation(config.activation_checkpointing, config.precision)
     except KeyError:
         return f"activation_checkpointing {config.activation_checkpointing} in {config.precision} could not be probed"
     return None
+
+
+def _bf16_is_native(hardware: HardwareProfile) -> bool:
+    rates = hardware.matmul_flops_per_second
+    return "bf16" in hardware.precisions and rates.get("bf16", 0.0) >= FP16_SHARE * rates.get("fp16", 0.0)
 
 
 def _why_not_pipelined(config: TrainConfig, parallel: Parallel) -> str | None:
@@ -365,14 +372,19 @@ def _why_not_pipelined(config: TrainConfig, parallel: Parallel) -> str | None:
     return None
 
 
-def _kept_bucket(space: Space, model: ModelProfile, name: str, size: int) -> int:
-    """Of the bucket sizes that hold the whole model, and so do the same, the base's one or else the smallest."""
+def _kept_bucket(space: Space, model: ModelProfile, name: str, config: TrainConfig) -> int:
+    """Of the bucket sizes that hold all there is, and so do the same, the base's one or else the smallest.
+
+    Only gradients are reduced, and below stage 3 only what they changed is gathered; stage 3 puts frozen parameters
+    into buckets, too."""
+    size: int = getattr(config, name)
+    whole = model.parameters if config.zero_stage == 3 else model.trainable_parameters
     knob = space.knob(name)
-    if knob is None or size < model.parameters or size not in knob.values:
+    if knob is None or not knob.is_active(config) or size < whole:
         return size
     base: int = space.base_fields.get(name, TrainConfig.model_fields[name].default)
-    oversized = [value for value in knob.values if value >= model.parameters]
-    return base if base in oversized else min(oversized)
+    oversized = [value for value in knob.values if value >= whole]
+    return base if base in oversized else min(oversized, default=size)
 
 
 def _terms(rows: list[dict[str, int]]) -> Terms:

@@ -46,6 +46,35 @@ def test_buckets_beyond_the_model_are_one() -> None:
     assert plan.canonical(largest) == plan.candidates[1].config
 
 
+def test_fp16_is_tried_where_bf16_is_far_slower() -> None:
+    def precisions(bf16: float) -> set[str]:
+        rates = {"fp32": 1.4e13, "bf16": bf16, "fp16": 1e14}
+        plan = study_plan(study_request(space={"precision": "auto"}),
+                          hardware=hardware_profile(matmul_flops_per_second=rates))
+        return {candidate.config.precision for candidate in plan.candidates}
+
+    assert precisions(7.1e13) == {"fp32", "bf16"}
+    assert precisions(6.9e13) == {"fp32", "bf16", "fp16"}
+
+
+def test_a_baseline_s_bucket_beyond_the_model_is_the_one_of_the_space() -> None:
+    plan = study_plan(study_request(baseline={"reduce_bucket_size": 500_000_000, "zero_stage": 2},
+                                    space={"reduce_bucket_size": "auto"}))
+    canonical = plan.canonical(plan.baseline)
+    assert canonical in plan.index
+    assert canonical.reduce_bucket_size >= plan.model.parameters
+
+
+def test_below_stage_3_only_trainable_parameters_fill_buckets() -> None:
+    sizes = [1_000, 20_000, 5_000_000]
+    space = {"zero_stage": [2, 3], "reduce_bucket_size": sizes, "allgather_bucket_size": sizes}
+    plan = study_plan(study_request(space=space), model=model_profile(trainable_parameters=10_000))
+    configs = [candidate.config for candidate in plan.candidates]
+    for stage, tried in ((2, {1_000, 20_000}), (3, {*sizes})):
+        assert {config.reduce_bucket_size for config in configs if config.zero_stage == stage} == tried
+        assert {config.allgather_bucket_size for config in configs if config.zero_stage == stage} == tried
+
+
 def test_checkpointing_needs_something_that_repeats() -> None:
     plan = study_plan(study_request(space={"activation_checkpointing": "auto"}),
                       model=model_profile(block_class=None, block_count=0, block_parameters=0))
@@ -96,24 +125,6 @@ def test_two_percent_of_what_is_needed_are_held_in_reserve() -> None:
     assert [limits.exceeded(needed) for limits in (allowing, refusing, no_host)] == [None, "device", "host"]
 
 
-def test_nothing_fits_says_so_down_to_the_smallest_micro_batch() -> None:
-    plan = study_plan(study_request(memory_limit_bytes=MIB))
-    assert not plan.candidates
-    assert plan.why_empty().startswith("no feasible micro-batch: micro_batch_size 1 would not fit either")
-
-
-def test_it_travels_to_another_process_as_its_inputs() -> None:
-    plan = study_plan(study_request(memory_limit_bytes=120 * MIB))
-    packed = pickle.dumps(plan)
-    assert len(packed) < 10_000
-    assert pickle.loads(packed).candidates == plan.candidates
-
-
-def test_profiles_of_another_world_size_are_refused() -> None:
-    request = study_request(devices=2)
-    with pytest.raises(ValueError, match="calibrated on 4 devices, but the study uses 2"):
-        study_plan(request, hardware=hardware_profile(world_size=4))
-    assert parse_space(request).world_size == 2
 def test_the_host_is_divided_by_all_its_devices() -> None:
     host = 8192 * MIB
     shares = [study_plan(study_request(), hardware=hardware_profile(host_memory_bytes=host, host_devices=devices))
@@ -138,3 +149,21 @@ def test_on_a_cpu_device_and_host_memory_are_one() -> None:
     assert f"needs {both / MIB:,.0f} MiB of device and host memory" in limits("cpu", both - 1).excess(needed)
 
 
+def test_nothing_fits_says_so_down_to_the_smallest_micro_batch() -> None:
+    plan = study_plan(study_request(memory_limit_bytes=MIB))
+    assert not plan.candidates
+    assert plan.why_empty().startswith("no feasible micro-batch: micro_batch_size 1 would not fit either")
+
+
+def test_it_travels_to_another_process_as_its_inputs() -> None:
+    plan = study_plan(study_request(memory_limit_bytes=120 * MIB))
+    packed = pickle.dumps(plan)
+    assert len(packed) < 10_000
+    assert pickle.loads(packed).candidates == plan.candidates
+
+
+def test_profiles_of_another_world_size_are_refused() -> None:
+    request = study_request(devices=2)
+    with pytest.raises(ValueError, match="calibrated on 4 devices, but the study uses 2"):
+        study_plan(request, hardware=hardware_profile(world_size=4))
+    assert parse_space(request).world_size == 2
