@@ -34,6 +34,8 @@ class Cluster(Value):
         matmul_peak_flops_per_second: of the data sheet; nothing can be faster.
         copy_bytes_per_second: within a device's memory; each byte is read once and written once.
         host_bytes_per_second: between a device and its host, in one direction.
+        host_update_bytes_per_second: of AdamW on the host, for each device while the others' is under way; where it is
+            not told, a usual rate is assumed.
         sources: by field, where its figures are from.
     """
 
@@ -46,6 +48,7 @@ class Cluster(Value):
     copy_bytes_per_second: Rate
     host_bytes_per_second: Rate
     links: ClusterLinks
+    host_update_bytes_per_second: Rate | None = None
     sources: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -71,4 +74,5 @@ class Cluster(Value):
             precisions=tuple(self.matmul_flops_per_second), matmul_flops_per_second=self.matmul_flops_per_second,
             copy_bytes_per_second=self.copy_bytes_per_second, allreduce_bytes_per_second=None,
             allreduce_latency_seconds=None, software={}, links=self.links,
-            host_bytes_per_second=self.host_bytes_per_second)
+            host_bytes_per_second=self.host_bytes_per_second,
+            host_update_bytes_per_second=self.host_update_bytes_per_second)
