@@ -124,6 +124,7 @@ def _probe(spec: ModelSpec, task: Task, precisions: Sequence[Precision], *, fake
         block_class=type(blocks[0]).__name__ if blocks else None,
         block_count=len(blocks),
         block_parameters=max(sizes, default=0),
+        block_sizes=tuple(sizes),
         largest_block_parameter=max((each.numel() for block in blocks for each in block.parameters()), default=0),
         tokens_per_sample=task.tokens_per_sample,
         flops_per_sample=sum(operators.flops_per_sample for operators in work[0].operators.values()),

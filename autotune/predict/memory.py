@@ -14,7 +14,7 @@ converted gradients; the terms are those of the phase that needs more.
 
 from dataclasses import dataclass
 
-from autotune.predict.parallel import ALONE, Parallel, activation_bytes, hidden_size
+from autotune.predict.parallel import ALONE, Parallel, activation_bytes, hidden_size, outside_blocks
 from engine.config import OptimizerConfig, TrainConfig
 from engine.process import SINGLE_BLOCK_BYTES
 from engine.profile import BackwardPoint, ModelProfile
@@ -278,8 +278,7 @@ def gathered_bytes(situation: Situation, config: TrainConfig) -> int:
     model, ranks = situation.model, situation.world_size
     if config.zero_stage < 3 or ((ranks == 1 or situation.reads_in_place) and not config.offload_param):
         return 0
-    outside = model.parameters - model.block_count * model.block_parameters
-    in_use = min(max(outside, 0) + _KEPT_BLOCKS * model.block_parameters, model.parameters)
+    in_use = min(outside_blocks(model) + _KEPT_BLOCKS * model.block_parameters, model.parameters)
     ahead = min(config.prefetch_bucket_size, model.parameters - in_use) if ranks > 1 and config.overlap_comm else 0
     return (in_use + ahead) * BYTES_PER_ELEMENT[config.precision]
 

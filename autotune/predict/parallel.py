@@ -1,12 +1,13 @@
 """Tensor and pipeline parallelism: how many devices share one copy of the model, and what each holds of it.
 
 Tensor parallelism cuts every matrix of a block between devices (Megatron-LM, arXiv 1909.08053); pipeline parallelism
-gives each stage an equal number of blocks and runs one forward, one backward pass in turn (1F1B, arXiv 2104.04473).
-What is said here of one device is said of the device that holds most.
+gives each stage an equal number of neighbouring blocks and runs one forward, one backward pass in turn (1F1B, arXiv
+2104.04473). What is said here of one device is said of the device that holds most.
 """
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from engine.config import Checkpointing, TrainConfig
@@ -66,19 +67,36 @@ def part_of(model: ModelProfile, parallel: Parallel) -> ModelProfile:
     if parallel.pipeline > max(model.block_count, 1):
         raise ValueError(f"{parallel.pipeline} pipeline stages need as many blocks; the model has {model.block_count}")
     tensor, blocks = parallel.tensor, stage_blocks(model, parallel)
-    held = model.parameters - (model.block_count - blocks) * model.block_parameters
+    stage = _largest_run(_block_sizes(model), blocks)
+    held = min(outside_blocks(model) + sum(stage), model.parameters)
     return model.model_copy(update={
         "parameters": _cut(held, tensor),
         "trainable_parameters": _cut(_cut(held * model.trainable_parameters, model.parameters), tensor),
         "parameter_tensors": _cut(model.parameter_tensors * max(blocks, 1), max(model.block_count, 1)),
         "largest_parameter": _cut(model.largest_parameter, tensor),
         "block_count": blocks,
-        "block_parameters": _cut(model.block_parameters, tensor)})
+        "block_parameters": _cut(model.block_parameters, tensor),
+        "block_sizes": tuple(_cut(size, tensor) for size in stage)})
 
 
 def stage_blocks(model: ModelProfile, parallel: Parallel) -> int:
     """Blocks of the fullest pipeline stage."""
     return _cut(model.block_count, parallel.pipeline)
+
+
+def outside_blocks(model: ModelProfile) -> int:
+    """Elements of parameters outside of blocks; none where blocks share so many that they have more than the model."""
+    return max(model.parameters - sum(_block_sizes(model)), 0)
+
+
+def _block_sizes(model: ModelProfile) -> tuple[int, ...]:
+    return model.block_sizes or (model.block_parameters,) * model.block_count
+
+
+@lru_cache(maxsize=256)
+def _largest_run(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
+    """The largest of all runs of so many neighbours: wherever stages begin, none has more."""
+    return max((sizes[first:first + length] for first in range(len(sizes) - length + 1)), key=sum)
 
 
 def stage_share(model: ModelProfile, parallel: Parallel) -> float:

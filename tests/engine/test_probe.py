@@ -6,6 +6,7 @@ import torch
 from engine.probe import StorageTracker, probe, profile_fingerprint
 from engine.spec import ALLOWED_TASKS_VARIABLE, GptSpec, HuggingFaceSpec, ModelSpec, VitSpec, spec_fingerprint
 from engine.tasks import build_task
+from tests.engine import probed
 from tests.support import tasks
 
 GPT = GptSpec(kind="gpt", layers=3, hidden=64, heads=4, vocab=512, sequence_length=32)
@@ -16,7 +17,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 80, "intermediate_size": 96, "num
 
 @pytest.fixture(autouse=True)
 def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ALLOWED_TASKS_VARIABLE, tasks.MODULE)
+    monkeypatch.setenv(ALLOWED_TASKS_VARIABLE, f"{tasks.MODULE},{probed.MODULE}")
 
 
 def test_parameters_are_counted_exactly() -> None:
@@ -29,6 +30,13 @@ def test_parameters_are_counted_exactly() -> None:
     assert (profile.block_class, profile.block_count) == ("TransformerBlock", 3)
     assert profile.tokens_per_sample == 32
     assert profile.fingerprint == spec_fingerprint(GPT)
+
+
+def test_blocks_of_different_sizes_are_told_one_by_one() -> None:
+    profile = probe(probed.spec("growing"), precisions=("fp32",))
+    assert profile.block_sizes == (8 * 16 + 16, 16 * 32 + 32, 32 * 64 + 64)
+    assert profile.block_parameters == 32 * 64 + 64
+    assert profile.parameters == sum(profile.block_sizes)
 
 
 def test_operations_follow_the_formula() -> None:

@@ -102,6 +102,29 @@ class TestPart:
         assert part_of(model, Parallel(pipeline=3)).block_count == 2
         assert part_of(model, Parallel(tensor=4)).parameters == 4_300_000 // 4
 
+    def test_of_unequal_blocks_the_largest_run_decides(self) -> None:
+        """Four stages of a Swin: 1 M outside, blocks of 1, 1, 4, 4, 4, 4, 16 and 16 M."""
+        sizes = [size * 10**6 for size in (1, 1, 4, 4, 4, 4, 16, 16)]
+        model = model_profile(parameters=51 * 10**6, trainable_parameters=51 * 10**6, block_count=8,
+                              block_parameters=16 * 10**6, block_sizes=sizes)
+        held = {stages: part_of(model, Parallel(pipeline=stages)).parameters for stages in (1, 2, 4, 8)}
+        assert held == {1: 51 * 10**6, 2: 41 * 10**6, 4: 33 * 10**6, 8: 17 * 10**6}
+        middle = part_of(model.model_copy(update={"block_sizes": (*sizes[:3], *sizes[5:], *sizes[3:5])}),
+                         Parallel(tensor=2, pipeline=4))
+        assert (middle.parameters, middle.block_sizes) == (33 * 10**6 // 2, (8 * 10**6, 8 * 10**6))
+
+    @given(models(), st.sampled_from([1, 2, 4]))
+    @settings(max_examples=100, deadline=None)
+    def test_more_stages_never_hold_more_each_nor_less_than_the_model_together(self, model: ModelProfile,
+                                                                               tensor: int) -> None:
+        before = part_of(model, Parallel(tensor=tensor))
+        for stages in range(2, model.block_count + 1):
+            part = part_of(model, Parallel(tensor=tensor, pipeline=stages))
+            for name in ("parameters", "trainable_parameters", "block_count"):
+                assert 0 < getattr(part, name) <= getattr(before, name)
+                assert tensor * stages * getattr(part, name) >= getattr(model, name)
+            before = part
+
     def test_more_stages_than_blocks_are_refused(self) -> None:
         with pytest.raises(ValueError, match="5 pipeline stages need as many blocks; the model has 4"):
             part_of(model_profile(), Parallel(pipeline=5))

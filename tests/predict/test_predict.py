@@ -29,13 +29,16 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelProfile:
+    """With no blocks, equal ones or unequal ones, of which profiles may not tell."""
     blocks = draw(st.integers(0, 48))
-    block = draw(st.integers(1, 10**7)) if blocks else 0
+    sizes = draw(st.one_of(st.lists(st.integers(1, 10**7), min_size=blocks, max_size=blocks),
+                           st.integers(1, 10**7).map(lambda size: [size] * blocks)))
     outside = draw(st.integers(1, 10**8))
-    total = blocks * block + outside
+    total = sum(sizes) + outside
     frozen = draw(st.integers(0, outside - 1))
     return model_profile(parameters=total, trainable_parameters=total - frozen, block_count=blocks,
-                         block_parameters=block, largest_parameter=draw(st.integers(1, max(outside, block))),
+                         block_parameters=max(sizes, default=0), block_sizes=sizes if draw(st.booleans()) else (),
+                         largest_parameter=draw(st.integers(1, max(outside, *sizes, 1))),
                          block_class="Block" if blocks else None)
 
 
@@ -209,6 +212,13 @@ def test_ranks_that_share_no_memory_gather_copies(stage: int) -> None:
     else:
         assert more_seconds == pytest.approx(2 * (4 * 4.3e6 / 1e9 + 5 * 1e-4))
         assert (told.device_bytes["gathered"], apart.device_bytes["gathered"]) == (0, 4 * 4_300_000)
+
+
+def test_what_is_outside_of_unequal_blocks_is_gathered_with_two_blocks() -> None:
+    sizes = (1_000_000, 1_000_000, 1_000_000, 2_000_000)
+    model = model_profile(block_parameters=2_000_000, block_sizes=sizes, parameters=5_500_000)
+    found = prediction(model, TrainConfig(zero_stage=3, overlap_comm=False), shares_memory=False)
+    assert found.device_bytes["gathered"] == 4 * (500_000 + 2 * 2_000_000)
 
 
 def test_on_a_cpu_the_scratch_memory_of_its_libraries_counts() -> None:
