@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from engine.collectives import Ranks
 from engine.operators import OperatorCounter
 from engine.precision import DTYPES
-from engine.process import cpu_name, host_memory_bytes
+from engine.process import cpu_name, cpu_times, host_memory_bytes, is_contended
 from engine.profile import Collective, HardwareProfile, OperatorClass, OperatorCost
 from engine.ranks import RankContext
 from engine.transports.base import PendingSum
@@ -26,14 +26,24 @@ from engine.values import Precision
 
 _MATMUL_SECONDS = 0.4
 _COPY_SECONDS = 0.3
-_COPY_BYTES = 64 * 2**20
+_COPY_BYTES = {True: 64 * 2**20, False: 512 * 2**20}
+"""By whether the device is a CPU; an accelerator's caches hold 100 MiB and copy faster than its memory."""
+_HOST_BYTES = 64 * 2**20
 _MESSAGE_BYTES = 16 * 2**20
 _LATENCY_ROUNDS = 50
 _BANDWIDTH_ROUNDS = 4
 _LAUNCHES = 200
 _OPERATOR_SECONDS = 0.06
-_COLD_BYTES = 48 * 2**20
-"""Weights are read from memory, not from a cache that holds a few of them."""
+_QUEUED = 200
+"""Operations that are at most started before an accelerator is waited for."""
+_COLD_BYTES = {True: 48 * 2**20, False: 128 * 2**20}
+"""Of weights, so that they are read from memory; by whether the device is a CPU."""
+_SCALES = (8, 4, 2, 1)
+"""Of the sizes of operators on an accelerator, along each side."""
+_LARGEST_FLOPS = 7e9
+"""Of the largest operator at scale 1."""
+_REPEAT_SECONDS = 5.0
+"""A calibration that other work disturbed is repeated once, where it took no longer than this."""
 _COLLECTIVE_BYTES = {True: (2**16, 4 * 2**20), False: (2**20, 128 * 2**20)}
 """Of small and large messages, by whether the device is a CPU."""
 _SLOW_FLOPS_PER_SECOND = 1e10
@@ -43,33 +53,58 @@ _HOST_RESERVE = 0.1
 
 
 def calibrate(context: RankContext) -> HardwareProfile:
-    """Measure the devices of this group.
+    """Measure the devices of this group; once more where other work disturbed it.
 
     Returns:
         The same profile on all ranks.
     """
+    begun = time.perf_counter()
+    profile = _watched(context)
+    seconds, = context.largest((time.perf_counter() - begun,))
+    return _watched(context) if profile.contended and seconds <= _REPEAT_SECONDS else profile
+
+
+def _watched(context: RankContext) -> HardwareProfile:
+    """Measured once, with whether any rank's core was shared meanwhile."""
+    before = cpu_times(context.core)
+    profile = _measured(context)
+    contended = not _agreed(context, not is_contended(before, cpu_times(context.core)))
+    return profile.model_copy(update={"contended": contended})
+
+
+def _measured(context: RankContext) -> HardwareProfile:
     device = context.device
+    on_cpu = device.type == "cpu"
     precisions = tuple(name for name in DTYPES if _agreed(context, can_train(name, device)))
     rates: dict[Precision, float] = {
         name: _slowest(context, partial(matmul_flops_per_second, name, device)) for name in precisions}
     copy = _slowest(context, partial(copy_bytes_per_second, device))
     latency, bandwidth = allreduce_speed(context)
-    host = int(host_memory_bytes() * (1 - _HOST_RESERVE))
-    memory = _device_memory_bytes(device, host, context.host_devices)
-    device_name = cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
-    operators = {name: operator_costs(context, name) for name in precisions if rates[name] > _SLOW_FLOPS_PER_SECOND}
+    host = int(_slowest(context, lambda: float(host_memory_bytes() * (1 - _HOST_RESERVE))))
+    device_name = _joined(context, cpu_name() if on_cpu else torch.get_device_module(device).get_device_name(device))
+    operators = {name: operator_costs(context, name, operator_scale(device.type, rates[name]))
+                 for name in precisions if rates[name] > _SLOW_FLOPS_PER_SECOND}
     collectives = _collectives(context, tuple(operators))
     software = {"torch": torch.__version__, "threads_per_rank": str(torch.get_num_threads())}
+    if not on_cpu:
+        software["fp32_products"] = torch.get_float32_matmul_precision()
+    share = host // max(context.host_devices, 1)
+    launch, = context.largest((launch_seconds(device),))
+    update = _slowest(context, partial(update_rate, device, _COPY_BYTES[on_cpu] // 2))
+    to_host = None if on_cpu else _slowest(context, partial(host_bytes_per_second, device))
+    host_update = None if on_cpu else _slowest(context, partial(update_rate, torch.device("cpu"), _HOST_BYTES))
+    total = share if on_cpu else int(_slowest(context, lambda: _total_bytes(device)))
     return HardwareProfile(
-        fingerprint=hardware_fingerprint(device.type, device_name, context.world_size, memory, software,
+        fingerprint=hardware_fingerprint(device.type, device_name, context.world_size, total, software,
                                          shares_memory=collectives.shares_memory),
-        device_type=device.type, device_name=device_name, world_size=context.world_size, memory_bytes=memory,
-        host_memory_bytes=host, precisions=precisions, matmul_flops_per_second=rates, copy_bytes_per_second=copy,
-        allreduce_bytes_per_second=bandwidth, allreduce_latency_seconds=latency, software=software,
-        launch_seconds=context.largest((launch_seconds(device),))[0], operators=operators,
+        device_type=device.type, device_name=device_name, world_size=context.world_size,
+        memory_bytes=share if on_cpu else int(_slowest(context, lambda: _usable_bytes(device))),
+        host_memory_bytes=host, host_devices=context.host_devices, precisions=precisions,
+        matmul_flops_per_second=rates, copy_bytes_per_second=copy, allreduce_bytes_per_second=bandwidth,
+        allreduce_latency_seconds=latency, software=software, launch_seconds=launch, operators=operators,
         reduce_scatter=collectives.reduce_scatter, all_reduce=collectives.all_reduce,
-        all_gather=collectives.all_gather, shares_memory=collectives.shares_memory,
-        update_bytes_per_second=_slowest(context, partial(update_rate, device)))
+        all_gather=collectives.all_gather, shares_memory=collectives.shares_memory, update_bytes_per_second=update,
+        host_bytes_per_second=to_host, host_update_bytes_per_second=host_update)
 
 
 def hardware_fingerprint(
@@ -101,7 +136,9 @@ def can_train(precision: Precision, device: torch.device) -> bool:
 
 
 def matmul_flops_per_second(precision: Precision, device: torch.device) -> float:
-    """The best rate over a few square shapes."""
+    """The best rate over a few square shapes and, on an accelerator, a convolution.
+
+    In fp32 this process's switches hold: convolutions may use shorter products than matrix products may."""
     sizes = (256, 512, 1024) if device.type == "cpu" else (1024, 4096, 8192)
     best = 0.0
     for size in sizes:
@@ -111,14 +148,34 @@ def matmul_flops_per_second(precision: Precision, device: torch.device) -> float
         right = torch.randn(size, size, device=device).to(DTYPES[precision])
         best = max(best, _rate(partial(torch.matmul, left, right), device, _MATMUL_SECONDS / len(sizes),
                                work=2.0 * size**3))
-    return best
+    return best if device.type == "cpu" else max(best, _convolution_flops_per_second(precision, device))
+
+
+def _convolution_flops_per_second(precision: Precision, device: torch.device) -> float:
+    """Of 3 x 3 windows over 256 channels; 0 where it does not run."""
+    images, channels, side = 16, 256, 28
+    values = torch.randn(images, channels, side, side, device=device).to(DTYPES[precision])
+    weight = torch.randn(channels, channels, 3, 3, device=device).to(DTYPES[precision])
+    try:
+        return _rate(partial(F.conv2d, values, weight, padding=1), device, _MATMUL_SECONDS / 4,
+                     work=2.0 * 9 * images * side**2 * channels**2)
+    except RuntimeError:
+        return 0.0
 
 
 def copy_bytes_per_second(device: torch.device) -> float:
     """Bytes copied per second within the device's memory; each is read once and written once."""
-    source = torch.ones(_COPY_BYTES // 4, device=device)
+    source = torch.ones(_COPY_BYTES[device.type == "cpu"] // 4, device=device)
     target = torch.empty_like(source)
-    return _rate(lambda: target.copy_(source), device, _COPY_SECONDS, work=float(_COPY_BYTES))
+    return _rate(lambda: target.copy_(source), device, _COPY_SECONDS, work=float(source.nbytes))
+
+
+def host_bytes_per_second(device: torch.device) -> float:
+    """Between pinned memory of the host and an accelerator, in the slower direction."""
+    here = torch.ones(_HOST_BYTES // 4).pin_memory()
+    there = torch.ones(_HOST_BYTES // 4, device=device)
+    return min(_rate(partial(target.copy_, source, non_blocking=True), device, _COPY_SECONDS / 3,
+                     work=float(_HOST_BYTES)) for target, source in ((there, here), (here, there)))
 
 
 def launch_seconds(device: torch.device) -> float:
@@ -132,17 +189,24 @@ def launch_seconds(device: torch.device) -> float:
     return 1 / _rate(start, device, _COPY_SECONDS / 10, work=float(_LAUNCHES))
 
 
-def update_rate(device: torch.device) -> float:
+def update_rate(device: torch.device, parameter_bytes: int) -> float:
     """Bytes per second of fused AdamW, which reads or writes 7 numbers for each parameter."""
-    parameter = nn.Parameter(torch.zeros(_COPY_BYTES // 8, device=device))
+    parameter = nn.Parameter(torch.zeros(parameter_bytes // 4, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     return _rate(optimizer.step, device, _COPY_SECONDS / 2, work=7.0 * parameter.nbytes)
 
 
-def operator_costs(context: RankContext, precision: Precision) -> dict[OperatorClass, OperatorCost]:
+def operator_scale(device_type: str, flops_per_second: float) -> int:
+    """How large operators to be measured are: as large as the time for one of them allows."""
+    if device_type == "cpu":
+        return 1
+    fast = (scale for scale in _SCALES if _LARGEST_FLOPS * scale**3 <= flops_per_second * _OPERATOR_SECONDS)
+    return next(fast, _SCALES[-1])
+
+
+def operator_costs(context: RankContext, precision: Precision, scale: int) -> dict[OperatorClass, OperatorCost]:
     """What operators of each class cost in forward and backward: the line through a few sizes, on the slowest rank."""
-    scale = 1 if context.device.type == "cpu" else 8
     kinds: dict[OperatorClass, Callable[..., Iterator[Callable[[], object]]]] = {
         "product": _products, "attention": _attentions, "other": _others}
     return {kind: _cost([_sampled(context, run) for run in runs(context.device, precision, scale)])
@@ -182,11 +246,12 @@ def _cost(samples: Sequence[_Sample]) -> OperatorCost:
 
 def _products(device: torch.device, precision: Precision, scale: int) -> Iterator[Callable[[], object]]:
     """A linear layer's three products, in turn with so many weights that each comes from memory."""
+    cold = _cold_bytes(device)
     for shape in ((64, 512, 512), (64, 512, 2048), (512, 512, 512), (512, 2048, 512)):
         tokens, inputs, outputs = (size * scale for size in shape)
         dtype = DTYPES[precision]
         values, gradient = (torch.randn(tokens, size, device=device).to(dtype) for size in (inputs, outputs))
-        count = max(_COLD_BYTES // (inputs * outputs * dtype.itemsize), 1) if tokens == 64 * scale else 2
+        count = max(cold // (inputs * outputs * dtype.itemsize), 1) if tokens == 64 * scale else 2
         weights = [torch.randn(outputs, inputs, device=device).to(dtype) for _ in range(count)]
 
         def run(values: Tensor = values, gradient: Tensor = gradient, weights: list[Tensor] = weights) -> None:
@@ -196,6 +261,14 @@ def _products(device: torch.device, precision: Precision, scale: int) -> Iterato
                 torch.mm(gradient.t(), values)
 
         yield run
+
+
+def _cold_bytes(device: torch.device) -> int:
+    """Of weights that no cache holds; devices that tell their cache's size may have a large one."""
+    if device.type == "cpu":
+        return _COLD_BYTES[True]
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return max(_COLD_BYTES[False], 2 * getattr(properties, "L2_cache_size", 0))
 
 
 def _attentions(device: torch.device, precision: Precision, scale: int) -> Iterator[Callable[[], object]]:
@@ -297,17 +370,28 @@ def _longer(large: float, small: float) -> float:
 
 
 def _rate(operation: Callable[[], object], device: torch.device, seconds: float, *, work: float) -> float:
-    """The best work per second over repetitions for so long; at least three, the first one not counted."""
+    """The best work per second over repetitions for so long; at least three, the first one not counted.
+
+    An accelerator works off a queue: as many operations are waited for together as take a quarter of the time, so that
+    starting and waiting hide as they do in a step."""
     operation()
+    _synchronize(device)
+    count = 1
+    if device.type != "cpu":
+        count = min(max(int(seconds / 4 / _seconds_of(operation, device, 1)), 1), _QUEUED)
     best, end, rounds = float("inf"), time.perf_counter() + seconds, 0
     while rounds < 3 or time.perf_counter() < end:
-        _synchronize(device)
-        begun = time.perf_counter()
-        operation()
-        _synchronize(device)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, _seconds_of(operation, device, count) / count)
         rounds += 1
     return work / best
+
+
+def _seconds_of(operation: Callable[[], object], device: torch.device, count: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(count):
+        operation()
+    _synchronize(device)
+    return time.perf_counter() - begun
 
 
 def _slowest(context: RankContext, measure: Callable[[], float]) -> float:
@@ -324,8 +408,22 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _device_memory_bytes(device: torch.device, host_bytes: int, host_devices: int) -> int:
-    """What a rank may use: the device's own memory, on CPU its share of the host's."""
-    if device.type == "cpu":
-        return host_bytes // max(host_devices, 1)
-    return int(torch.accelerator.get_memory_info(device)[1])
+def _joined(context: RankContext, name: str) -> str:
+    """The ranks' name, or where they differ each of them."""
+    names = [name] * context.world_size
+    if context.control is not None:
+        dist.all_gather_object(names, name, group=context.control)
+    return ", ".join(sorted(set(names)))
+
+
+def _total_bytes(device: torch.device) -> float:
+    return float(torch.accelerator.get_memory_info(device)[1])
+
+
+def _usable_bytes(device: torch.device) -> float:
+    """What a trial of this process may allocate: contexts and libraries, and other processes, hold some of the total.
+
+    The allocator's own reserve is free to it, apart from what is allocated."""
+    accelerator = torch.accelerator
+    kept = accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
+    return float(accelerator.get_memory_info(device)[0] + kept)

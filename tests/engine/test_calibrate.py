@@ -9,16 +9,19 @@ import torch.distributed as dist
 from engine.calibrate import (
     _collectives,
     _cost,
+    _joined,
     _longer,
     _Sample,
     calibrate,
     can_train,
     hardware_fingerprint,
     matmul_flops_per_second,
+    operator_scale,
 )
 from engine.process import host_memory_bytes
 from engine.ranks import RankContext
 from tests.engine.training import RanksOf
+from tests.support.samples import sample_hardware_profile
 
 CPU = torch.device("cpu")
 
@@ -39,6 +42,8 @@ def test_one_rank_is_calibrated_within_ten_seconds() -> None:
     assert 1e8 < profile.copy_bytes_per_second < 1e12
     assert (profile.allreduce_bytes_per_second, profile.allreduce_latency_seconds) == (None, None)
     assert profile.memory_bytes == profile.host_memory_bytes // 2
+    assert profile.host_devices == 2
+    assert (profile.host_bytes_per_second, profile.host_update_bytes_per_second) == (None, None)
     assert profile.host_memory_bytes < host_memory_bytes()
     assert profile.software["torch"] == torch.__version__
     assert 1e-8 < (profile.launch_seconds or 0) < 1e-4
@@ -48,6 +53,37 @@ def test_one_rank_is_calibrated_within_ten_seconds() -> None:
     # A cost is a median, where other work counts, and the rate the best that was reached.
     assert 0.4 < costs["product"].seconds_per_flop * profile.matmul_flops_per_second["fp32"] < 10
     assert 1e-12 < costs["other"].seconds_per_byte < 1e-8
+
+
+@pytest.mark.parametrize(("disturbed", "contended", "times"), [
+    ([False], False, 1), ([True, False], False, 2), ([True, True], True, 2)])
+def test_a_disturbed_calibration_is_repeated_once(
+    monkeypatch: pytest.MonkeyPatch, disturbed: list[bool], contended: bool, times: int,
+) -> None:
+    measured = []
+    monkeypatch.setattr("engine.calibrate._measured", lambda context: measured.append(1) or sample_hardware_profile())
+    monkeypatch.setattr("engine.calibrate.is_contended", lambda before, after: disturbed[len(measured) - 1])
+    profile = calibrate(RankContext(rank=0, world_size=1, device=CPU, core=0))
+    assert (profile.contended, len(measured)) == (contended, times)
+
+
+def test_operators_on_accelerators_are_as_large_as_their_time_allows() -> None:
+    """From 1 TFLOP/s to 1 PFLOP/s the largest takes about as long, and never more than a tenth of a second."""
+    rates = (1e10, 1e12, 8e12, 5e13, 1e15)
+    assert [operator_scale("cuda", rate) for rate in rates] == [1, 2, 4, 4, 8]
+    assert all(6.5e9 * operator_scale("cuda", rate)**3 / rate < 0.1 for rate in rates[1:])
+    assert operator_scale("cpu", 1e15) == 1
+
+
+def _joined_name() -> str:
+    size = dist.get_world_size()
+    context = RankContext(rank=dist.get_rank(), world_size=size, device=CPU, control=dist.group.WORLD)
+    return _joined(context, "one" if context.rank else "another")
+
+
+def test_all_ranks_name_the_devices_alike(ranks: RanksOf) -> None:
+    assert ranks(2).run(_joined_name) == ["another, one"] * 2
+    assert ranks(3).run(_joined_name) == ["another, one"] * 3
 
 
 def test_costs_are_the_line_through_the_samples() -> None:
