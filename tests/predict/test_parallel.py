@@ -216,6 +216,20 @@ class TestCluster:
             assert 0.7 < rate / described.matmul_peak_flops_per_second[precision] < 0.95
         assert set(described.sources) >= {"memory_bytes", "matmul_flops_per_second", "copy_bytes_per_second"}
 
+    @pytest.mark.parametrize(("name", "peak"), [
+        ("a100-40gb", 19.5e12), ("a100-80gb", 19.5e12), ("h100-80gb", 67e12), ("h200-141gb", 67e12),
+        ("v100-32gb", 15.7e12)])
+    def test_fp32_is_not_tf32(self, name: str, peak: float) -> None:
+        """As torch computes matrix products unless it is told otherwise, which the engine does not."""
+        described = bundled_cluster(name)
+        assert described.matmul_peak_flops_per_second["fp32"] == peak
+        assert "fp32 without tensor cores" in described.sources["matmul_peak_flops_per_second"]
+
+    def test_an_fp32_step_takes_as_long_as_its_products_without_tensor_cores(self) -> None:
+        found = planned({**BF16, "precision": "fp32"}, devices=1).seconds
+        products = 8 * 4 * GPT.flops_per_sample / 19.5e12
+        assert products < found["forward"] + found["backward"] < 1.4 * products
+
     def test_nodes_fill_one_by_one(self) -> None:
         half, two = (bundled_cluster("h100-80gb").hardware(devices) for devices in (4, 16))
         assert (half.world_size, two.world_size) == (4, 16)
