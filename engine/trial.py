@@ -310,6 +310,8 @@ class _Trial:
         elif self._context.device.type == "cpu" and self._loop.trainer.host_bytes:
             record.notes.append("the device is the CPU: offloaded state lies in the same memory, page-locked nowhere")
         record.contended = bool(record.measured) and self._is_contended(record.measured[0].before)
+        if self._context.core is None:
+            record.notes.append("whether other work shared the device was not checked")
 
     def _require_applied_steps(self) -> None:
         steps, skipped = len(self._record.applied), self._record.applied.count(False)

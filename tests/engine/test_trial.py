@@ -1,5 +1,6 @@
 """A trial measures what it says: the right steps, times, losses, bytes, and a step for every failure. One rank."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from statistics import fmean
@@ -221,7 +222,16 @@ def test_step_times_that_never_settle_are_noted() -> None:
     policy = MeasurePolicy(max_warmup_steps=4, min_steps=2, max_steps=2)
     measurement = _measured(tasks.spec("sleeps", first=[0.0, 0.2, 0.0, 0.2], then=0.0), policy=policy)
     assert len(measurement.warmup_seconds) == 4
-    assert measurement.notes == ("step time was not steady after 4 warm-up steps",)
+    assert "step time was not steady after 4 warm-up steps" in measurement.notes
+
+
+def test_where_the_core_is_not_known_other_work_goes_unseen_and_that_is_noted() -> None:
+    note = "whether other work shared the device was not checked"
+    assert note in _measured(GPT).notes
+    pinned = dataclasses.replace(CONTEXT, core=0)
+    report, _ = run_trial(_request(GPT), pinned, SilentReporter(), deadline_seconds=math.inf)
+    assert report.measurement is not None
+    assert note not in report.measurement.notes
 
 
 def test_losses_are_those_of_plain_training() -> None:
