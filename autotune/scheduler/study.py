@@ -292,8 +292,10 @@ class StudyRun:
         report, log = await self._measure_once(trial, hopeless)
         if (report.outcome in (Outcome.OK, Outcome.PRUNED) and report.measurement is not None
                 and report.measurement.contended):
-            report, second_log = await self._measure_once(trial, hopeless)
+            again, second_log = await self._measure_once(trial, hopeless)
             log += second_log
+            if again.outcome in (Outcome.OK, Outcome.PRUNED):  # a disturbed measurement says more than a failure
+                report = again
         return gated(report, trial.config, plan, trials), log
 
     async def _measure_once(self, trial: Trial, hopeless: float | None) -> tuple[TrialReport, str]:

@@ -341,6 +341,20 @@ async def test_a_contended_measurement_is_repeated_once(database: Database) -> N
 
 
 @in_loop
+async def test_a_contended_measurement_stays_where_its_repeat_fails(database: Database) -> None:
+    launcher = FakeLauncher(script=scripted({
+        1: [sample_report(0.9)], 2: [sample_report(0.8)], 4: [sample_report(0.7)],
+        8: [sample_report(0.1, contended=True), sample_failure(Outcome.TIMEOUT, "no answer"), sample_report(0.1)]}))
+    study = await run(database, launcher, search={**MICRO_BATCHES, "finalists": 4})
+    kept = next(trial for trial in trials_of(database, study) if trial.config.micro_batch_size == 8)
+    assert kept.outcome is Outcome.OK
+    assert kept.measurement is not None
+    assert kept.measurement.contended
+    assert study.best is not None
+    assert study.best.config.micro_batch_size == 8, "measured again among the finalists, undisturbed"
+
+
+@in_loop
 async def test_results_under_contention_alone_are_shown_but_not_stored_as_best(database: Database) -> None:
     launcher = FakeLauncher(script=lambda request: TrialReport(
         outcome=Outcome.OK, measurement=sample_measurement(1 / request.config.micro_batch_size, contended=True)))
