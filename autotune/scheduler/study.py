@@ -48,7 +48,7 @@ from engine.report import (
 )
 
 PREPARE_SECONDS = 120.0
-"""Deadline of probing and of calibrating, unless the study's own budget is longer; both should take seconds."""
+"""Deadline of probing and of calibrating, unless a trial's is longer; both should take seconds."""
 
 _CONTENDED_NOTE = ("other processes used the devices during every measurement: the result is not kept as the model's "
                    "best configuration")
@@ -329,7 +329,7 @@ class StudyRun:
         return await self._record.read(lambda tx: tx.trials.list(self._study.id))
 
     def _prepare_seconds(self) -> float:
-        return max(PREPARE_SECONDS, self._request.budget.max_seconds)
+        return max(PREPARE_SECONDS, self._request.budget.trial_timeout_seconds)
 
     def _elapsed(self) -> float:
         """Seconds of work on this study, earlier schedulers' included; waiting for a restart does not count."""

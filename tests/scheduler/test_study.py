@@ -289,6 +289,21 @@ async def test_a_model_that_cannot_fit_fails_before_any_trial(database: Database
     assert launcher.trials == []
 
 
+@pytest.mark.parametrize(("trial_seconds", "expected"), [(30.0, 120.0), (600.0, 600.0)])
+def test_what_hangs_before_the_first_trial_does_not_hold_devices_for_the_whole_budget(
+        database: Database, trial_seconds: float, expected: float) -> None:
+    launcher = FakeLauncher()
+
+    @in_loop
+    async def whole_study() -> None:
+        await run(database, launcher, search=MICRO_BATCHES, budget={
+            "max_seconds": 7 * 24 * 3600, "max_trials": 1, "trial_timeout_seconds": trial_seconds})
+
+    whole_study()
+    assert [(run.request.kind, run.deadline_seconds) for run in launcher.runs] == [
+        ("probe", expected), ("calibrate", expected), ("trial", trial_seconds)]
+
+
 @in_loop
 async def test_a_probe_that_fails_fails_the_study_with_its_cause(database: Database) -> None:
     launcher = FakeLauncher(probe_failure=FailureReport(detail="TaskError: no such layer", log_tail="line\n"))

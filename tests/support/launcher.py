@@ -41,6 +41,7 @@ class Run:
     request: WorkerRequest
     devices: tuple[Device, ...]
     group: int
+    deadline_seconds: float
     started_at: float
     ended_at: float | None = None
     cancelled: bool = False
@@ -105,7 +106,7 @@ class FakeGroup:
                   on_progress: Callable[[TrialProgress], None] = ignore_progress) -> Report:
         if not self.healthy:
             raise LaunchError("the worker group is not healthy: close it and start another")
-        run = Run(request, self._devices, self._number, time.monotonic())
+        run = Run(request, self._devices, self._number, deadline_seconds, time.monotonic())
         self._launcher.runs.append(run)
         try:
             report = await self._serve(request, on_progress)
