@@ -39,6 +39,10 @@ from engine.values import Precision
 _DEADLINE_SHARE = 0.8
 """Measuring ends, once two steps are measured, when this share of the deadline is used up."""
 
+_SKIPS, _SKIPPED_SHARE = 2, 0.1
+"""As many steps after the first that is applied may overflow, or this share of them: a loss scale that was just too
+large is halved by then. One that goes on leaving updates out trains less than its steps say, however fast they are."""
+
 _LEAST_MEASURED = 2
 
 _LEAST_TO_PRUNE = 3
@@ -318,6 +322,10 @@ class _Trial:
         if len(self._record.measured) < _LEAST_MEASURED:
             raise _Stopped(Outcome.NON_FINITE, f"gradients were not finite in {skipped} of {steps} steps: too few were "
                            "applied", steps - 1)
+        since = self._record.applied[self._record.applied.index(True):]  # before, a loss scale is searched for
+        if since.count(False) > max(_SKIPS, _SKIPPED_SHARE * len(since)):
+            raise _Stopped(Outcome.NON_FINITE, f"gradients were not finite in {since.count(False)} of {len(since)} "
+                           "steps since the first that was applied: updates are left out for good", steps - 1)
 
     def _is_enough(self) -> bool:
         samples, policy = self._record.step_seconds, self._request.policy

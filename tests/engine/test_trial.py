@@ -11,6 +11,7 @@ import torch
 
 from engine.config import OptimizerConfig, TrainConfig
 from engine.errors import BatchSizeError, DeviceMemoryLimitError
+from engine.loop import LoopStep, TrainingLoop
 from engine.memory import ResidentMeter, check_limit
 from engine.ranks import RankContext
 from engine.report import Measurement, MeasurePolicy, Outcome, TrialProgress, TrialReport, TrialRequest
@@ -301,6 +302,22 @@ def test_steps_that_are_never_applied_are_no_result() -> None:
     report = _run(GPT, precision="fp16", loss_scale=2.0**60)
     assert report.outcome is Outcome.NON_FINITE
     assert report.detail == "gradients were not finite in 4 of 4 steps: too few were applied"
+
+
+@pytest.mark.parametrize(("every", "outcome"), [(3, Outcome.NON_FINITE), (5, Outcome.NON_FINITE), (12, Outcome.OK)])
+def test_going_on_skipping_steps_is_no_result(every: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An overflow now and then is usual; a scale that keeps overflowing leaves updates out."""
+    step = TrainingLoop.step
+
+    def overflows(loop: TrainingLoop, number: int) -> LoopStep:
+        result = step(loop, number)
+        return dataclasses.replace(result, applied=number < 3 or number % every > 0)
+
+    monkeypatch.setattr(TrainingLoop, "step", overflows)
+    policy = MeasurePolicy(max_warmup_steps=3, min_steps=20, max_steps=20, target_relative_interval=10)
+    report = _run(GPT, policy=policy)
+    assert report.outcome is outcome, report.detail
+    assert ("steps since the first that was applied" in report.detail) == (outcome is Outcome.NON_FINITE)
 
 
 def test_skipped_steps_are_counted() -> None:
