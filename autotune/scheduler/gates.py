@@ -5,7 +5,7 @@ from the same weights, and its losses are those of the reference trial up to rou
 """
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 from autotune.domain.study import Trial, TrialState
 from autotune.search.plan import Plan
@@ -18,6 +18,9 @@ _TOLERANCE: dict[Precision, float] = {"fp32": 0.005, "bf16": 0.02, "fp16": 0.02}
 
 _COMPARED_STEPS = 20
 """Later ones tell less: rounding grows with every step."""
+
+_CALMER = 1.5
+"""Two curves of equal noise, of a dozen steps, seem to differ by about so much."""
 
 _PLAUSIBLE = 1.2
 """Of the calibrated matmul rate: that was measured too, maybe beside other work."""
@@ -60,8 +63,9 @@ def reference_trial(trials: Sequence[Trial]) -> Trial | None:
 def drifted(measurement: Measurement, config: TrainConfig, reference: Trial) -> str | None:
     """How a trial's losses differ from the reference's by more than rounding explains; None where they do not.
 
-    The first step's loss, before any update, must agree, and the median of the steps' differences. A step that was
-    skipped for overflow delays what follows, so that a loss may also be one of so many steps before.
+    The first step's loss, before any update, must agree, the median of the steps' differences, and within twice as much
+    their upper quartile, lest every other step be far off. A step that was skipped for overflow delays what follows, so
+    that a loss may also be one of so many steps before.
     """
     assert reference.measurement is not None
     theirs, skipped = reference.measurement.losses, measurement.skipped_steps
@@ -76,8 +80,10 @@ def drifted(measurement: Measurement, config: TrainConfig, reference: Trial) -> 
     scale = max(abs(expected) for _, _, expected, _ in compared) or 1.0
     tolerance = max(_TOLERANCE[config.precision], _TOLERANCE[reference.config.precision])
     noise = _noise(measurement.losses, theirs)
-    typical, allowed = median(difference for *_, difference in compared), tolerance * scale + 2 * noise
-    if compared[0][-1] <= tolerance * scale + 4.5 * noise and typical <= allowed:  # of one difference, 3 deviations
+    differences = sorted(difference for *_, difference in compared)
+    typical, allowed = median(differences), tolerance * scale + 2.5 * noise
+    if (compared[0][-1] <= tolerance * scale + 6 * noise and typical <= allowed  # of one difference, 4 deviations
+            and differences[3 * len(differences) // 4] <= 2 * allowed):
         return None
     step, loss, expected_loss, _ = max(compared, key=lambda entry: entry[-1])
     return (f"losses are not those of trial {reference.number} ({reference.config.precision}), trained on the same "
@@ -124,10 +130,15 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _noise(*curves: Sequence[float | None]) -> float:
-    """Standard deviation of what is random in a step's loss, such as dropout, from how the curve bends."""
-    bends = []
-    for curve in curves:
-        losses = [loss for loss in curve[:_COMPARED_STEPS] if loss is not None]
-        bends += [abs(before - 2 * here + after)
-                  for before, here, after in zip(losses, losses[1:], losses[2:], strict=False)]
-    return median(bends) / 1.65 if bends else 0.0  # of normal noise, the median bend is 1.65 deviations
+    """Standard deviation of what is random in a step's loss, such as dropout: of both curves, but hardly more than that
+    of the calmer one. What only one of them shows is no property of the task."""
+    each = [_deviation(curve) for curve in curves]
+    return min(fmean(each), _CALMER * min(each))
+
+
+def _deviation(curve: Sequence[float | None]) -> float:
+    """Of one curve's steps, from how it bends."""
+    losses = [loss for loss in curve[:_COMPARED_STEPS] if loss is not None]
+    bends = [abs(before - 2 * here + after)
+             for before, here, after in zip(losses, losses[1:], losses[2:], strict=False)]
+    return fmean(bends) / 1.95 if bends else 0.0  # of normal noise, the mean bend is 1.95 deviations

@@ -78,6 +78,14 @@ def test_what_is_random_in_the_losses_is_allowed_for() -> None:
     assert all(drifted(sample_measurement(losses=noisy()), BF16, trial(losses=noisy())) is None for _ in range(50))
 
 
+@pytest.mark.parametrize("steps", [7, 11, 12, 20])
+@pytest.mark.parametrize(("every", "height"), [(2, 0.3), (2, 4.0), (3, 5.0)])
+def test_a_trial_that_oscillates_is_not_excused_by_it(steps: int, every: int, height: float) -> None:
+    smooth = tuple(4 - 0.1 * step / steps for step in range(steps))
+    wild = tuple(loss + height * (step % every == every - 1) for step, loss in enumerate(smooth))
+    assert drifted(sample_measurement(losses=wild), BF16, trial(losses=smooth)) is not None
+
+
 def test_losses_that_are_missing_or_zero_are_no_reason() -> None:
     assert drifted(sample_measurement(losses=(None,) * 5), BF16, trial()) is None
     assert drifted(sample_measurement(losses=(0.0,) * 5), BF16, trial(losses=(0.0,) * 5)) is None
