@@ -1,12 +1,14 @@
 """What a task needs, found without weights and without a device: parameters, activation bytes, operations.
 
 The task runs once per choice on fake tensors, which have shapes and dtypes but no data, while every storage that comes
-and goes is counted. A task that fake tensors cannot run, because it looks at values, runs on real ones instead.
+and goes is counted. A task that fake tensors cannot run, because it looks at values or has an operator that tells no
+shapes, runs on real ones instead, where there is room for them.
 """
 
 import hashlib
 import importlib
 import inspect
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -23,8 +31,10 @@ from engine.blocks import find_blocks
 from engine.checkpointing import wrap_inside, wrap_outside
 from engine.config import Checkpointing, TrainConfig
 from engine.dimensions import DimensionReader
+from engine.errors import TaskError
 from engine.operators import OperatorCounter
 from engine.precision import DTYPES, cast_floating, compute_dtypes, place_buffers
+from engine.process import available_memory_bytes, host_memory_bytes
 from engine.profile import ActivationBytes, BackwardPoint, ModelProfile, OperatorWork, PassWork
 from engine.spec import ModelSpec, PythonSpec, spec_fingerprint
 from engine.tasks.base import Batch, Task, checked_batch, checked_loss, task_blocks
@@ -37,6 +47,14 @@ _REAL_SIZES = (1, 2)
 _STRETCHES = 16
 """Of a backward pass."""
 _CPU = torch.device("cpu")
+
+_FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
+                UnsupportedOperatorException)
+_FAKE_WORDS = re.compile(r"FakeTensor|\b[Mm]eta\b|tensor subclasses|data is not allocated|no fake impl|TorchScript")
+"""Of torch's other errors when it is asked for data that fake tensors lack."""
+
+_REAL_SHARE = 0.5
+"""Of the memory that the host can spare, what a task may take that runs on real tensors."""
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -80,18 +98,46 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes -= self._sizes.pop(key)
 
 
+class _Room(StorageTracker):  # type: ignore[no-untyped-call]
+    """Ends what takes more memory than the host can spare, before it is written to.
+
+    Args:
+        reason: why fake tensors do not do.
+    """
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__([])
+        self._reason = reason
+        free = available_memory_bytes()
+        self._most = round(_REAL_SHARE * (host_memory_bytes() if free is None else min(free, host_memory_bytes())))
+
+    def _track(self, tensor: Tensor) -> None:
+        super()._track(tensor)
+        if self.bytes > self._most:
+            reason = f"{type(self._reason).__name__}: {self._reason}".partition("\n")[0]
+            raise TaskError(
+                f"the task needs values to be probed ({reason}), and with real weights it takes more than "
+                f"{self._most / 2**30:.1f} GiB, {_REAL_SHARE:.0%} of what this host can spare: read no values in "
+                "build_model and loss, and register a fake implementation for operators of your own, or use a host "
+                "with more memory")
+
+
 def probe(spec: ModelSpec, *, precisions: Sequence[Precision] = ("fp32", "bf16", "fp16")) -> ModelProfile:
     """Profile a model.
 
     Raises:
-        TaskError: the task cannot be built or breaks its contract.
+        TaskError: the task cannot be built or breaks its contract, or runs on real tensors alone and the host has no
+            room for them.
         Exception: whatever the task itself raises when it runs.
     """
     task = build_task(spec)
     try:
         return _probe(spec, task, precisions, fake=True)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return _probe(spec, task, precisions, fake=False)
+    except (RuntimeError, TypeError) as error:
+        if not isinstance(error, _FAKE_ERRORS) and not _FAKE_WORDS.search(str(error)):
+            raise
+        with _Room(error):
+            return _probe(spec, task, precisions, fake=False)
 
 
 def profile_fingerprint(spec: ModelSpec) -> str:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from engine.errors import TaskError
 from engine.probe import StorageTracker, probe, profile_fingerprint
+from engine.process import host_memory_bytes
 from engine.spec import ALLOWED_TASKS_VARIABLE, GptSpec, HuggingFaceSpec, ModelSpec, VitSpec, spec_fingerprint
 from engine.tasks import build_task
 from tests.engine import probed
@@ -131,10 +133,26 @@ def test_no_weights_are_made(spec: ModelSpec) -> None:
     assert profile.block_count in (2, 3)
 
 
-def test_a_task_that_looks_at_values_runs_on_real_tensors() -> None:
-    profile = probe(tasks.spec("looks_at_values"), precisions=("fp32",))
-    assert profile.parameters == 8 * 8 + 8
-    assert profile.activation("none", "fp32").saved_per_sample > 0
+@pytest.mark.parametrize("kind", probed.LOOKS)
+def test_a_task_that_looks_at_values_runs_on_real_tensors(kind: str) -> None:
+    profile = probe(probed.spec("looks", kind=kind), precisions=("fp32",))
+    assert profile.parameters == 2 * (8 * 8 + 8)
+    assert profile.activation("none", "fp32").saved_per_sample == 3 * 8 * 4
+
+
+def test_real_weights_that_have_no_room_are_refused() -> None:
+    """They are more than the host has, and are never written to."""
+    spare = host_memory_bytes() // 2**30 + 1
+    with pytest.raises(TaskError, match=r"needs values to be probed \(DataDependentOutputException: .*\), and with "
+                                        r"real weights it takes more than \d+\.\d GiB, 50% of what this host can"):
+        probe(probed.spec("looks", kind="a number", spare=spare), precisions=("fp32",))
+
+
+@pytest.mark.parametrize(("kind", "error"), [
+    ("runtime", RuntimeError), ("type", TypeError), ("missing", NotImplementedError)])
+def test_a_tasks_own_error_is_not_tried_again_on_real_tensors(kind: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^call 1$"):
+        probe(probed.spec("fails", kind=kind), precisions=("fp32",))
 
 
 def test_without_repeated_blocks_there_is_nothing_to_checkpoint() -> None:

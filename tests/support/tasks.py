@@ -227,17 +227,6 @@ def tells_environment(*, file: str) -> ToyTask:
     return ToyTask(_on(0, 0, action))
 
 
-def looks_at_values() -> ToyTask:
-    """Its loss depends on a value, so that fake tensors cannot run it."""
-    return LookingTask()
-
-
-class LookingTask(ToyTask):
-    def loss(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        loss = super().loss(model, batch)
-        return loss * 2 if loss.item() > 1e9 else loss
-
-
 class NoTask:
     pass
 
