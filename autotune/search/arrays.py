@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import median
 
 import numpy as np
@@ -90,6 +90,11 @@ class Place:
     memory: Prior
     names: tuple[str, ...]
     limit: float
+
+    @cached_property
+    def fullest(self) -> float:
+        """The most that is predicted to be needed, as a share of the limit."""
+        return float(self.memory.terms.sum(1).max() / np.exp(self.limit))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -32,6 +32,8 @@ _MARGIN = 0.01
 """In logarithms: improvements count beyond this, so that trials are not spent on trifles while more may be won."""
 _SAFE = 0.95
 """A candidate's chance to fit into memory from which on it counts as safe."""
+_AMPLE = 0.2
+"""Share of a limit: where nothing is predicted or was measured to need more, everything fits."""
 _AS_LIKELY = 0.5
 """A candidate's chance to end well, as a share of the best one's, below which it is left alone: one that fails is worth
 nothing, however fast."""
@@ -108,8 +110,9 @@ class GuidedSampler(BaseSampler):
             # what ran out of the other memory says nothing of this one, nor does what needs none
             here = [other for other in told if (other.constraints[name] > 0 or not _lacked_memory(other))
                     and place.memory.terms[other.params[POINT]].any() and other.constraints[name] > -1]
-            chance += _log_chance(place, np.array([other.params[POINT] for other in here], dtype=np.intp),
-                                  np.array([other.constraints[name] for other in here]))
+            if max([place.fullest, *(1 + other.constraints[name] for other in here)]) > _AMPLE:
+                chance += _log_chance(place, np.array([other.params[POINT] for other in here], dtype=np.intp),
+                                      np.array([other.constraints[name] for other in here]))
         return chance
 
     def _log_chance_to_end_well(self, done: Sequence[FrozenTrial]) -> Array:

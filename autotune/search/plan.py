@@ -157,6 +157,8 @@ class Plan:
 
     def predict_or_none(self, config: TrainConfig) -> Prediction | None:
         """The prediction, None where the model was not probed for this configuration."""
+        if (position := self.index.get(config)) is not None:
+            return self.candidates[position].prediction
         try:
             return self.predict(config)
         except KeyError:

@@ -24,11 +24,9 @@ def trials_left(plan: Plan, trials: Sequence[Trial]) -> int:
     """How many more there can be, at least 1: by the budget of trials, by that of seconds if they take as long as those
     so far, and by what is left to try."""
     left = [plan.request.budget.max_trials - len(trials), int(untried(plan, trials).sum())]
-    ends = [trial.finished_at for trial in trials if trial.finished_at is not None]
-    if ends:
-        spent = (max(ends) - min(trial.started_at for trial in trials)).total_seconds()
-        if spent > 0:
-            left.append(int((plan.request.most_seconds - spent) / spent * len(ends)))
+    took = [(trial.finished_at - trial.started_at).total_seconds() for trial in trials if trial.finished_at is not None]
+    if (spent := sum(took)) > 0:  # the time in between may be that of a service that was down
+        left.append(int((plan.request.most_seconds - spent) / spent * len(took)))
     return max(min(left), 1)
 
 

@@ -38,11 +38,10 @@ def test_all_trials_left_together_must_be_worth_it(plan: Plan) -> None:
 
 
 def test_trials_are_left_as_far_as_budgets_and_space_go(plan: Plan) -> None:
-    """Of 20 trials, 600 seconds and 60 candidates; those so far took 50 seconds each, one after the other."""
+    """Of 20 trials, 600 seconds and 60 candidates; those so far took so many seconds each, hours apart."""
     def after(count: int, *, seconds: float) -> list[Trial]:
         return [finished(number, candidate.config, measurement(1.0, 1.0)).model_copy(update={
-            "started_at": NOW + timedelta(seconds=seconds * number),
-            "finished_at": NOW + timedelta(seconds=seconds * (number + 1))})
+            "started_at": NOW + timedelta(hours=number), "finished_at": NOW + timedelta(hours=number, seconds=seconds)})
             for number, candidate in enumerate(plan.candidates[:count])]
 
     assert len(plan.candidates) == 60
