@@ -58,7 +58,7 @@ class TrialRole(StrEnum):
     DEFAULT = "default"
     """The default configuration, where the user gave a baseline of their own."""
     REFERENCE = "reference"
-    """What the others' losses are held against, where the baseline has no fp32 masters."""
+    """What the others' losses are held against, where the baseline is not in fp32; outside the space it cannot win."""
     SUGGESTED = "suggested"
     """Proposed by the sampler."""
 

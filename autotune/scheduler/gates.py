@@ -5,7 +5,9 @@ from the same weights, and its losses are those of the reference trial up to rou
 """
 
 from collections.abc import Sequence
+from itertools import product
 from statistics import fmean, median
+from typing import Any
 
 from autotune.domain.study import Trial, TrialState
 from autotune.search.plan import Plan
@@ -37,10 +39,27 @@ def gated(report: TrialReport, config: TrainConfig, plan: Plan, trials: Sequence
         return report
     if (reason := implausible(measurement, config, plan)) is not None:
         return report.model_copy(update={"outcome": Outcome.IMPLAUSIBLE, "detail": reason})
-    reference = reference_trial(trials)
-    if reference is not None and (reason := drifted(measurement, config, reference)) is not None:
+    if (reason := _drift(measurement, config, reference_trial(trials))) is not None:
         return report.model_copy(update={"outcome": Outcome.NUMERICS_DRIFT, "detail": reason})
     return report
+
+
+def judged_again(trials: Sequence[Trial]) -> list[Trial]:
+    """Those that end otherwise beside the reference that there is now, as they then count: it may have come after them.
+
+    Args:
+        trials: of a study that has not begun to repeat measurements.
+    """
+    changed = []
+    reference = reference_trial(trials)
+    for trial in trials:
+        if trial.measurement is None or trial.outcome not in (Outcome.OK, Outcome.NUMERICS_DRIFT):
+            continue
+        reason = _drift(trial.measurement, trial.config, reference)
+        outcome = Outcome.OK if reason is None else Outcome.NUMERICS_DRIFT
+        if outcome is not trial.outcome:
+            changed.append(trial.model_copy(update={"outcome": outcome, "detail": reason or ""}))
+    return changed
 
 
 def implausible(measurement: Measurement, config: TrainConfig, plan: Plan) -> str | None:
@@ -56,8 +75,22 @@ def implausible(measurement: Measurement, config: TrainConfig, plan: Plan) -> st
 def reference_trial(trials: Sequence[Trial]) -> Trial | None:
     """The one whose losses the others are held against: with fp32 masters, in fp32 where there is one, the earliest."""
     able = [trial for trial in trials if trial.state is TrialState.FINISHED and trial.outcome is Outcome.OK
-            and trial.measurement is not None and trial.config.optimizer_precision == "fp32"]
-    return min(able, key=lambda trial: (trial.config.precision != "fp32", trial.number), default=None)
+            and trial.measurement is not None and _exactness(trial.config) > 0]
+    return min(able, key=lambda trial: (-_exactness(trial.config), trial.number), default=None)
+
+
+def _exactness(config: TrainConfig) -> int:
+    """2: all in fp32; 1: with fp32 masters; 0: without."""
+    if config.precision == "fp32":
+        return 2
+    return 1 if config.optimizer_precision == "fp32" else 0
+
+
+def _drift(measurement: Measurement, config: TrainConfig, reference: Trial | None) -> str | None:
+    """As `drifted`; a trial more exact than the reference is not held against it: that would blame the better one."""
+    if reference is None or _exactness(config) > _exactness(reference.config):
+        return None
+    return drifted(measurement, config, reference)
 
 
 def drifted(measurement: Measurement, config: TrainConfig, reference: Trial) -> str | None:
@@ -92,13 +125,30 @@ def drifted(measurement: Measurement, config: TrainConfig, reference: Trial) -> 
             f"{config.optimizer_precision}")
 
 
-def reference_config(plan: Plan) -> TrainConfig | None:
-    """What to try for the others' losses to be held against, where the baseline has no fp32 masters: the same with
-    them, at the smallest stage that should fit. None where the baseline has them, or nothing fits."""
-    if plan.baseline.optimizer_precision == "fp32":
-        return None
-    for stage in (0, 1, 2, 3):
-        fields = {**plan.baseline.model_dump(), "optimizer_precision": "fp32", "zero_stage": stage}
+def reference_configs(plan: Plan) -> list[TrainConfig]:
+    """What to try for the others' losses to be held against, where the baseline is not exact, the most exact first.
+
+    The baseline in fp32, and for a baseline without fp32 masters the same with them; each with the baseline's
+    micro-batch, or the next smaller one, at the smallest stage that should fit. None that should not fit.
+    """
+    choices = [{"precision": "fp32", "reduce_dtype": "fp32"}, {}][:2 - _exactness(plan.baseline)]
+    found = (_smallest_fitting(plan, {**choice, "optimizer_precision": "fp32"}) for choice in choices)
+    return [config for config in found if config is not None]
+
+
+def improves_reference(config: TrainConfig, trials: Sequence[Trial]) -> bool:
+    """Whether no trial so far is as good a reference as this configuration would be."""
+    reference = reference_trial(trials)
+    return reference is None or _exactness(reference.config) < _exactness(config)
+
+
+def _smallest_fitting(plan: Plan, changes: dict[str, Any]) -> TrainConfig | None:
+    baseline = plan.baseline
+    samples = baseline.micro_batch_size * baseline.gradient_accumulation_steps
+    sizes = [size for size in range(baseline.micro_batch_size, 0, -1) if samples % size == 0]
+    for size, stage in product(sizes, (0, 1, 2, 3)):
+        fields = {**baseline.model_dump(), **changes, "zero_stage": stage, "micro_batch_size": size,
+                  "gradient_accumulation_steps": samples // size}
         if stage < 3:
             fields["offload_param"] = False
         if stage < 1:

@@ -8,7 +8,7 @@ from autotune.domain.earlier import EarlierStudy
 from autotune.domain.errors import InvalidRequestError, LaunchError, UnreadableError
 from autotune.domain.study import BestConfig, Study, StudyPhase, StudyState, Trial, TrialRole
 from autotune.scheduler.fingerprints import calibration_key, probe_key
-from autotune.scheduler.gates import gated, reference_config, set_aside
+from autotune.scheduler.gates import gated, improves_reference, judged_again, reference_configs, set_aside
 from autotune.scheduler.group import GroupKeeper
 from autotune.scheduler.launcher.base import Launcher
 from autotune.scheduler.lease import SchedulerPolicy
@@ -24,6 +24,7 @@ from autotune.scheduler.verdict import (
     hopeless_step_seconds,
     next_repeat,
     progress_of,
+    rivals_among,
     why_hopeless,
 )
 from autotune.search.choose import Choice, choose, first_configs, why_no_winner
@@ -196,8 +197,8 @@ class StudyRun:
             if (spent := budget_spent(self._request, trials, self._elapsed())) is not None:
                 return spent
             tried = {plan.canonical(trial.config) for trial in trials}
-            role, config = next(((role, config) for role, config in first if plan.canonical(config) not in tried),
-                                (TrialRole.SUGGESTED, None))
+            role, config = next(((role, config) for role, config in first if plan.canonical(config) not in tried and (
+                role is not TrialRole.REFERENCE or improves_reference(config, trials))), (TrialRole.SUGGESTED, None))
             if config is None:
                 config = await self._at.suggester.suggest(plan, trials, self._request.search, self._earlier)
             if config is None:
@@ -208,8 +209,7 @@ class StudyRun:
     async def _first(self, plan: Plan) -> list[tuple[TrialRole, TrainConfig]]:
         """What is tried before the sampler is asked, in order."""
         first = first_configs(plan)
-        if (reference := reference_config(plan)) is not None:
-            first.append((TrialRole.REFERENCE, reference))
+        first += [(TrialRole.REFERENCE, config) for config in reference_configs(plan)]
         if self._request.search.sampler == "guided":
             known = await self._record.read(lambda tx: tx.best.of_fingerprint(plan.model.fingerprint))
             earlier = await self._record.read(
@@ -221,14 +221,14 @@ class StudyRun:
 
     async def _confirm(self, plan: Plan) -> None:
         """Measure the fastest again, turn by turn."""
-        trials = await self._trials()
-        if next_repeat(self._request, trials) is not None:
+        rivals = rivals_among(await self._trials(), plan)
+        if next_repeat(self._request, rivals) is not None:
             await self._enter(StudyPhase.CONFIRMING)
-        while (trial := next_repeat(self._request, trials)) is not None:
+        while (trial := next_repeat(self._request, rivals)) is not None:
             if self._elapsed() >= self._request.most_seconds:
                 return
             await self._repeat(plan, trial)
-            trials = await self._trials()
+            rivals = rivals_among(await self._trials(), plan)
 
     async def _conclude(self, plan: Plan, ended_by: str) -> Verdict:
         """Name the winner and keep it.
@@ -237,16 +237,18 @@ class StudyRun:
             StudyFailedError: there is none.
         """
         trials = await self._trials()
-        choice, clean = _choice(trials, among=contenders(self._request, trials))
+        rivals = rivals_among(trials, plan)
+        measured_again = contenders(self._request, rivals)
+        choice, clean = _choice(rivals, among=measured_again)
         if choice is None:
-            raise StudyFailedError(why_no_winner(trials))
+            raise StudyFailedError(why_no_winner(rivals))
         best = best_config(self._study, plan, choice, created_at=self._at.clock())
 
         def keep(tx: Transaction) -> None:
             tx.studies.set_best(*self._key, best)
             tx.studies.set_progress(*self._key, progress_of(
-                self._request, trials, trials_total=len(trials), elapsed_seconds=self._elapsed(), confirming=True
-            ).model_copy(update={"predicted_rest_seconds": 0.0}))
+                self._request, trials, trials_total=len(trials), elapsed_seconds=self._elapsed(),
+                measured_again=measured_again).model_copy(update={"predicted_rest_seconds": 0.0}))
             if clean:
                 tx.best.put(best)
 
@@ -267,6 +269,8 @@ class StudyRun:
 
         def keep(tx: Transaction) -> None:
             tx.trials.finish(*self._key, trial.number, report, log=log)
+            for judged in judged_again(tx.trials.list(self._study.id)):
+                tx.trials.judge(*self._key, judged)
             self._keep_standing(tx, plan, total=total, confirming=False)
 
         await self._record.write(keep)
@@ -288,7 +292,7 @@ class StudyRun:
     async def _measure(self, plan: Plan, trial: Trial) -> tuple[TrialReport, str]:
         """Measure a configuration; once more where others used the devices meanwhile."""
         trials = await self._trials()
-        hopeless = hopeless_step_seconds(self._request, trial, trials)
+        hopeless = hopeless_step_seconds(self._request, trial, rivals_among(trials, plan))
         report, log = await self._measure_once(trial, hopeless)
         if (report.outcome in (Outcome.OK, Outcome.PRUNED) and report.measurement is not None
                 and report.measurement.contended):
@@ -315,11 +319,13 @@ class StudyRun:
     def _keep_standing(self, tx: Transaction, plan: Plan, *, total: int, confirming: bool) -> None:
         """Store progress and, where it changed, the best so far; in the transaction that recorded a measurement."""
         trials = tx.trials.list(self._study.id)
+        rivals = rivals_among(trials, plan)
+        measured_again = contenders(self._request, rivals) if confirming else None
         tx.studies.set_progress(*self._key, progress_of(
-            self._request, trials, trials_total=total, elapsed_seconds=self._elapsed(), confirming=confirming))
-        choice, _ = _choice(trials, among=contenders(self._request, trials) if confirming else None)
-        if choice is not None and not _is_known(choice, self._best):
-            self._best = best_config(self._study, plan, choice, created_at=self._at.clock())
+            self._request, trials, trials_total=total, elapsed_seconds=self._elapsed(), measured_again=measured_again))
+        choice, _ = _choice(rivals, among=measured_again)
+        if not _is_known(choice, self._best):
+            self._best = None if choice is None else best_config(self._study, plan, choice, created_at=self._at.clock())
             tx.studies.set_best(*self._key, self._best)
 
     async def _enter(self, phase: StudyPhase) -> None:
@@ -341,8 +347,10 @@ def _distinct(plan: Plan, configs: Sequence[TrainConfig]) -> int:
     return len(plan.index.keys() | {plan.canonical(config) for config in configs})
 
 
-def _is_known(choice: Choice, best: BestConfig | None) -> bool:
-    return best is not None and (choice.trial_number, choice.throughput.tokens_per_second, choice.confirmed) == (
+def _is_known(choice: Choice | None, best: BestConfig | None) -> bool:
+    if choice is None or best is None:
+        return choice is None and best is None
+    return (choice.trial_number, choice.throughput.tokens_per_second, choice.confirmed) == (
         best.trial_number, best.tokens_per_second, best.confirmed)
 
 

@@ -72,6 +72,12 @@ def budget_spent(request: StudyRequest, trials: Sequence[Trial], elapsed_seconds
     return f"budget of {budget.max_seconds:g} seconds spent"
 
 
+def rivals_among(trials: Sequence[Trial], plan: Plan) -> list[Trial]:
+    """Those that may win: all but a reference outside the space, which is there to be compared with."""
+    return [trial for trial in trials
+            if trial.role is not TrialRole.REFERENCE or plan.canonical(trial.config) in plan.index]
+
+
 def contenders(request: StudyRequest, trials: Sequence[Trial]) -> list[int]:
     """Numbers of the trials that are measured again: the finalists, fastest first, and beside them the baseline.
 
@@ -122,12 +128,16 @@ def hopeless_step_seconds(request: StudyRequest, trial: Trial, trials: Sequence[
 
 
 def progress_of(request: StudyRequest, trials: Sequence[Trial], *, trials_total: int, elapsed_seconds: float,
-                confirming: bool) -> Progress:
-    """How far the study is, and how long the rest should take."""
+                measured_again: Sequence[int] | None) -> Progress:
+    """How far the study is, and how long the rest should take.
+
+    Args:
+        measured_again: numbers of the contenders; None while the search goes on.
+    """
+    confirming = measured_again is not None
     finished = sum(trial.state is TrialState.FINISHED for trial in trials)
     repeats = sum(len(trial.repeats) for trial in trials)
-    order = contenders(request, trials)
-    expected = len(order) if confirming else min(request.search.finalists + 1, trials_total)
+    expected = min(request.search.finalists + 1, trials_total) if measured_again is None else len(measured_again)
     repeats_total = request.search.confirm_rounds * expected if expected > 1 else 0
     rest = None
     if (seconds := _trial_seconds(trials)) is not None:

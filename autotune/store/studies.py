@@ -271,11 +271,12 @@ class StudyRepository(Repository):
     def set_progress(self, study_id: str, epoch: int, progress: Progress) -> Study:
         return self._write(study_id, epoch, progress=progress)
 
-    def set_best(self, study_id: str, epoch: int, best: BestConfig) -> Study:
+    def set_best(self, study_id: str, epoch: int, best: BestConfig | None) -> Study:
+        """Keep the best so far; None where what led turned out not to count."""
         study = self._write(study_id, epoch, best=best)
         self._events.append(study_id, EventKind.BEST_CHANGED, {
-            "trial_number": best.trial_number, "tokens_per_second": best.tokens_per_second, "speedup": best.speedup,
-            "confirmed": best.confirmed})
+            name: best and getattr(best, name)
+            for name in ("trial_number", "tokens_per_second", "speedup", "confirmed")})
         return study
 
     def set_fingerprints(self, study_id: str, epoch: int, *, model: str | None = None,

@@ -91,6 +91,20 @@ class TrialRepository(Repository):
         self._events.prune_progress(study_id)
         return self._finished(read_trial(row))
 
+    def judge(self, study_id: str, epoch: int, judged: Trial) -> Trial:
+        """Keep another outcome and detail of a finished trial: what it is held against came after it.
+
+        Raises:
+            NotFoundError: no such trial.
+        """
+        self._fence(study_id, epoch)
+        row = self._connection.execute(
+            update(trials).where(*_is(study_id, judged.number), trials.c.state == TrialState.FINISHED)
+            .values(outcome=judged.outcome, detail=storable(judged.detail)).returning(*trials.c)).one_or_none()
+        if row is None:
+            raise NotFoundError(f"study {study_id} has no finished trial {judged.number}")
+        return self._finished(read_trial(row))
+
     def announce_repeat(self, study_id: str, epoch: int, number: int) -> Trial:
         """Tell the readers that a finished trial's configuration is being measured again.
 

@@ -6,7 +6,16 @@ import random
 import pytest
 
 from autotune.domain.study import Trial, TrialRole, TrialState
-from autotune.scheduler.gates import drifted, gated, implausible, reference_config, reference_trial, set_aside
+from autotune.scheduler.gates import (
+    drifted,
+    gated,
+    implausible,
+    improves_reference,
+    judged_again,
+    reference_configs,
+    reference_trial,
+    set_aside,
+)
 from autotune.search.plan import Plan
 from engine.config import TrainConfig
 from engine.report import Outcome, TrialReport
@@ -112,12 +121,62 @@ def test_outcomes() -> None:
     assert gated(failed, FP32, plan, [trial()]) is failed
 
 
-def test_a_baseline_without_masters_gets_a_reference_with_them() -> None:
-    assert reference_config(plan_of()) is None
-    assert reference_config(plan_of(baseline={"precision": "bf16"})) is None
+def test_what_is_more_exact_than_the_reference_is_not_held_against_it() -> None:
+    plan = study_plan(study_request(), model=model_profile(flops_per_sample=1e3))
+    broken, right = tuple(loss + 0.3 for loss in FALLING), report(FALLING)
+    assert gated(right, FP32, plan, [trial(0, BF16, losses=broken)]) is right
+    assert gated(right, FP16, plan, [trial(0, BF16, losses=broken)]).outcome is Outcome.NUMERICS_DRIFT
+    compute = TrainConfig(precision="bf16", optimizer_precision="compute")
+    assert gated(right, BF16, plan, [trial(0, compute, losses=broken)]) is right
+
+
+def test_a_better_reference_judges_earlier_trials_again() -> None:
+    broken = tuple(loss + 0.3 for loss in FALLING)
+    trials = [trial(0, BF16, losses=broken), trial(1, FP16, outcome=Outcome.NUMERICS_DRIFT),
+              trial(2, BF16, outcome=Outcome.PRUNED, losses=broken), trial(3, FP16, losses=broken)]
+    assert judged_again(trials[:2]) == []
+    again = judged_again([*trials, trial(4, FP32)])
+    assert [(each.number, each.outcome) for each in again] == [
+        (0, Outcome.NUMERICS_DRIFT), (1, Outcome.OK), (3, Outcome.NUMERICS_DRIFT)]
+    assert "not those of trial 4 (fp32)" in again[0].detail
+    assert again[1].detail == ""
+
+
+def test_a_baseline_that_is_not_in_fp32_gets_a_reference_that_is() -> None:
+    assert reference_configs(plan_of()) == []
+    assert reference_configs(plan_of(baseline={"optimizer_precision": "compute"})) == [], "fp32 all the same"
+    assert reference_configs(plan_of(baseline={"precision": "fp16", "zero_stage": 2})) == [
+        TrainConfig(micro_batch_size=16)]
     plan = plan_of(baseline={"precision": "bf16", "optimizer_precision": "compute", "zero_stage": 3,
                              "offload_param": True, "micro_batch_size": 2})
-    assert reference_config(plan) == TrainConfig(precision="bf16", micro_batch_size=2, gradient_accumulation_steps=8)
+    fields = {"micro_batch_size": 2, "gradient_accumulation_steps": 8}
+    assert reference_configs(plan) == [TrainConfig(**fields), TrainConfig(precision="bf16", **fields)]
+
+
+def test_a_reference_that_does_not_fit_takes_a_smaller_micro_batch() -> None:
+    def limited(memory_limit_bytes: int | None) -> Plan:
+        return study_plan(study_request(baseline={"precision": "bf16", "micro_batch_size": 8},
+                                        memory_limit_bytes=memory_limit_bytes))
+
+    def needed(**changes: object) -> int:
+        prediction = limited(None).predict_or_none(TrainConfig.model_validate(changes))
+        assert prediction is not None
+        return prediction.peak_device_bytes
+
+    of_two = {"zero_stage": 3, "micro_batch_size": 2, "gradient_accumulation_steps": 8}
+    of_four = {"zero_stage": 3, "micro_batch_size": 4, "gradient_accumulation_steps": 4}
+    assert needed(**of_two) < needed(**of_four)
+    (found,) = reference_configs(limited((needed(**of_two) + needed(**of_four)) // 2))
+    assert found.micro_batch_size <= 2
+    assert found.precision == "fp32"
+    assert reference_configs(limited(1)) == []
+
+
+def test_a_reference_is_tried_while_none_is_as_exact() -> None:
+    assert improves_reference(FP32, [trial(0, BF16)])
+    assert not improves_reference(BF16, [trial(0, FP16)])
+    assert not improves_reference(FP32, [trial(0, BF16), trial(1, FP32)])
+    assert improves_reference(FP32, [trial(0, FP32, outcome=Outcome.OOM_DEVICE)])
 
 
 def test_the_note_names_the_choice_of_precision() -> None:

@@ -80,7 +80,7 @@ def test_device_seconds_are_elapsed_seconds_times_devices() -> None:
     assert budget_spent(request, trials, 400_000 - 2 * 4 * 10 - 1) is None
     assert budget_spent(request, trials, 400_000 - 2 * 4 * 10) == "budget of 1600000 device-seconds spent"
     assert budget_spent(request, [trial(0, seconds=200_000.0)], 300_000 - 1) is None, "a quarter for the finalists"
-    late = progress_of(request, trials, trials_total=10, elapsed_seconds=399_990.0, confirming=False)
+    late = progress_of(request, trials, trials_total=10, elapsed_seconds=399_990.0, measured_again=None)
     assert late.predicted_rest_seconds == pytest.approx(10 + 2 * 4 * 10)
 
 
@@ -148,14 +148,14 @@ def test_a_single_contender_needs_no_comparison() -> None:
 
 def test_the_rest_is_predicted_from_what_trials_took() -> None:
     request = sample_request(budget={"max_trials": 10, "max_seconds": 10_000})
-    none_yet = progress_of(request, [], trials_total=10, elapsed_seconds=1.0, confirming=False)
+    none_yet = progress_of(request, [], trials_total=10, elapsed_seconds=1.0, measured_again=None)
     assert (none_yet.trials_finished, none_yet.trials_total, none_yet.predicted_rest_seconds) == (0, 10, None)
-    two = progress_of(request, [trial(0), trial(1)], trials_total=10, elapsed_seconds=20.0, confirming=False)
+    two = progress_of(request, [trial(0), trial(1)], trials_total=10, elapsed_seconds=20.0, measured_again=None)
     assert two.predicted_rest_seconds == pytest.approx(8 * 10 + 2 * 4 * 10)
-    late = progress_of(request, [trial(0), trial(1)], trials_total=10, elapsed_seconds=9_990.0, confirming=False)
+    late = progress_of(request, [trial(0), trial(1)], trials_total=10, elapsed_seconds=9_990.0, measured_again=None)
     assert late.predicted_rest_seconds == pytest.approx(10 + 2 * 4 * 10), "never more than the budget"
     again = [trial(0, repeats=(sample_measurement(),)), trial(1)]
-    confirming = progress_of(request, again, trials_total=0, elapsed_seconds=20.0, confirming=True)
+    confirming = progress_of(request, again, trials_total=0, elapsed_seconds=20.0, measured_again=[0, 1])
     assert (confirming.trials_total, confirming.repeats_finished, confirming.repeats_total) == (2, 1, 4)
     assert confirming.predicted_rest_seconds == pytest.approx(3 * 10)
 

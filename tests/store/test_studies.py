@@ -250,6 +250,7 @@ def test_studies_that_a_host_can_never_run_are_left_to_others(database: Database
 
 def test_an_expired_lease_is_taken_over_and_the_old_owner_fenced_off(database: Database, clock: FakeClock) -> None:
     study = claimed(database, owner="first")
+    trial = started(database, study)
     clock.advance(9)
     assert claim(database, "second") is None
     clock.advance(2)
@@ -269,6 +270,7 @@ def test_an_expired_lease_is_taken_over_and_the_old_owner_fenced_off(database: D
         lambda tx: tx.trials.finish(study.id, 1, 0, sample_report(), log=""),
         lambda tx: tx.trials.add_repeat(study.id, 1, 0, sample_measurement()),
         lambda tx: tx.trials.fail_repeat(study.id, 1, 0, sample_failure(Outcome.CRASHED, "late")),
+        lambda tx: tx.trials.judge(study.id, 1, trial),
         lambda tx: tx.trials.discard_running(study.id, 1),
     ]
     before = get(database, study)

@@ -85,6 +85,20 @@ def test_a_configuration_that_fails_when_repeated_has_failed(database: Database)
     assert trial.measurement is not None, "what was measured stays on record"
 
 
+def test_a_finished_trial_can_be_judged_again(database: Database) -> None:
+    study = claimed(database)
+    started(database, study)
+    with database.begin() as tx:
+        trial = tx.trials.finish(study.id, 1, 0, sample_report(0.1), log="")
+        judged = trial.model_copy(update={"outcome": Outcome.NUMERICS_DRIFT, "detail": "not the same losses"})
+        assert tx.trials.judge(study.id, 1, judged) == judged
+    running = started(database, study, micro_batch_size=2)
+    with database.read() as tx:
+        assert tx.trials.get(study.id, 0) == judged
+    with pytest.raises(NotFoundError, match="no finished trial 1"), database.begin() as tx:
+        tx.trials.judge(study.id, 1, running)
+
+
 def test_the_trial_under_way_is_run_again_under_its_number(database: Database) -> None:
     study = claimed(database)
     for number in range(3):
