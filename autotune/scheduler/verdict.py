@@ -14,7 +14,8 @@ from engine.report import Outcome
 from engine.values import Value
 
 FIRST_FEW = 3
-"""So many trials that fail alike, the first of a study, end it: the baseline and two more."""
+"""So many trials that fail alike, the first of a study, end it: the baseline and two more. Those that run out of memory
+say nothing of the others."""
 
 _HOPELESS = 1.1
 """Of the fastest step time so far: a trial that is surely slower will not win."""
@@ -43,7 +44,8 @@ def why_hopeless(trials: Sequence[Trial]) -> str | None:
 
     Only the first line of a failure's detail counts: it names the exception, while the log's tail follows.
     """
-    first = [trial for trial in trials if trial.state is TrialState.FINISHED][:FIRST_FEW]
+    first = [trial for trial in trials if trial.state is TrialState.FINISHED
+             and not (trial.outcome is not None and trial.outcome.is_out_of_memory)][:FIRST_FEW]
     if len(first) < FIRST_FEW:
         return None
     ways = {_way_of_failing(trial) for trial in first}

@@ -169,7 +169,8 @@ class StudyRepository(Repository):
 
         Nobody overtakes: while the oldest needs more devices than are free, there is nothing to claim. One that cannot
         be read, or has lost its scheduler `MAX_TAKEOVERS` times and more without a trial finishing in between, fails,
-        with the reason, so that it does not hold up those behind it.
+        with the reason, so that it does not hold up those behind it; one that was to be cancelled when its scheduler
+        was lost is.
 
         Args:
             owner: names the claiming process.
@@ -178,7 +179,7 @@ class StudyRepository(Repository):
             device_type: the claimer's; studies for another type are left to other hosts.
 
         Returns:
-            The study, running and with a new epoch; None where there is nothing to do, or the oldest was failed.
+            The study, running and with a new epoch; None where there is nothing to do, or the oldest was ended.
         """
         now = self._clock()
         statement = select(studies.c.id, studies.c.devices, studies.c.lease_epoch, studies.c.state,
@@ -208,6 +209,10 @@ class StudyRepository(Repository):
         except UnreadableError as error:
             self._fail(head.id, f"{error}; delete it, and submit it again")
             return None
+        if study.cancel_requested:  # of its last scheduler, which is gone
+            self._end(study.id, state=StudyState.CANCELLED)
+            self._events.append(study.id, EventKind.STUDY_STATE, {"state": StudyState.CANCELLED})
+            return None
         if head.state == StudyState.QUEUED:
             self._events.append(study.id, EventKind.STUDY_STATE, {"state": StudyState.RUNNING})
         elif head.lease_owner not in (None, owner):  # another had it, and did not give it back
@@ -221,13 +226,15 @@ class StudyRepository(Repository):
         return study
 
     def _fail(self, study_id: str, error: str) -> None:
-        """End a study that was just claimed, without reading it."""
         error = storable(error)
+        self._end(study_id, state=StudyState.FAILED, error=error)
+        self._events.append(study_id, EventKind.STUDY_STATE, {"state": StudyState.FAILED, "error": error, "note": None})
+
+    def _end(self, study_id: str, **values: Any) -> None:
+        """End a study that was just claimed, without reading it."""
         self._trials.cancel_running(study_id)
         self._connection.execute(update(studies).where(studies.c.id == study_id).values(
-            state=StudyState.FAILED, phase=None, error=error, finished_at=self._clock(), lease_owner=None,
-            lease_expires_at=None))
-        self._events.append(study_id, EventKind.STUDY_STATE, {"state": StudyState.FAILED, "error": error, "note": None})
+            phase=None, finished_at=self._clock(), lease_owner=None, lease_expires_at=None, **values))
 
     def renew(self, study_id: str, epoch: int, *, lease_seconds: float) -> Study:
         """Keep a lease for `lease_seconds` more; says also whether the study is to be cancelled.

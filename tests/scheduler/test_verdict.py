@@ -42,6 +42,12 @@ def test_three_failures_alike_are_hopeless_and_the_first_is_told() -> None:
         "the first 3 trials failed alike (crashed); trial 0: rank 0: ValueError: boom\n\nlog 0")
 
 
+def test_a_baseline_that_ran_out_of_memory_does_not_hide_that_all_others_fail_alike() -> None:
+    trials = [failed(0, "out of memory", Outcome.OOM_DEVICE), *(failed(number, "boom") for number in range(1, 4))]
+    assert why_hopeless(trials[:3]) is None
+    assert why_hopeless(trials) == "the first 3 trials failed alike (crashed); trial 1: boom"
+
+
 @pytest.mark.parametrize("trials", [
     [failed(0, "a"), failed(1, "a"), failed(2, "b")],
     [failed(0, "a"), failed(1, "a"), failed(2, "a", Outcome.TIMEOUT)],

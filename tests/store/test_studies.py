@@ -309,6 +309,21 @@ def lose(database: Database, study: Study, epoch: int) -> None:
         tx.studies.expire_lease(study.id, epoch)
 
 
+def test_a_study_that_was_to_be_cancelled_when_its_scheduler_was_lost_is(database: Database) -> None:
+    study = claimed(database)
+    started(database, study)
+    with database.begin() as tx:
+        assert tx.studies.request_cancel(study.id).state is StudyState.RUNNING
+    lose(database, study, 1)
+    assert claim(database, "another owner") is None
+    with database.begin() as tx:
+        found = tx.studies.get(study.id)
+        assert found.state is StudyState.CANCELLED
+        assert found.finished_at is not None
+        assert [trial.outcome for trial in tx.trials.list(study.id)] == [Outcome.CANCELLED]
+        assert tx.events.after(0, study_id=study.id)[-1].data == {"state": "cancelled"}
+
+
 def test_a_study_that_loses_its_scheduler_again_and_again_fails(database: Database) -> None:
     study = claimed(database, owner="owner 1")
     behind = add(database, "behind")
