@@ -24,6 +24,8 @@ _COMPARED_STEPS = 20
 _CALMER = 1.5
 """Two curves of equal noise, of a dozen steps, seem to differ by about so much."""
 
+_ANOTHER_MICRO_BATCH = "another micro_batch_size"
+
 _PLAUSIBLE = 1.2
 """Of the calibrated matmul rate: that was measured too, maybe beside other work."""
 
@@ -121,8 +123,7 @@ def drifted(measurement: Measurement, config: TrainConfig, reference: Trial) -> 
     step, loss, expected_loss, _ = max(compared, key=lambda entry: entry[-1])
     return (f"losses are not those of trial {reference.number} ({reference.config.precision}), trained on the same "
             f"samples: {loss:.6g} instead of {expected_loss:.6g} in step {step}, off by {typical / scale:.2%} in the "
-            f"median step where {allowed / scale:.2%} are allowed; precision {config.precision}, optimizer_precision "
-            f"{config.optimizer_precision}")
+            f"median step where {allowed / scale:.2%} are allowed; it differs in {_differences(config, reference)}")
 
 
 def reference_configs(plan: Plan) -> list[TrainConfig]:
@@ -161,18 +162,41 @@ def _smallest_fitting(plan: Plan, changes: dict[str, Any]) -> TrainConfig | None
 
 
 def set_aside(trials: Sequence[Trial]) -> str | None:
-    """Which choices of precision made trials untrustworthy, for the study's note; None where none did."""
+    """Which choices made trials untrustworthy, for the study's note; None where none did."""
     parts = []
+    reference = reference_trial(trials)
     for outcome in (Outcome.NUMERICS_DRIFT, Outcome.NON_FINITE, Outcome.IMPLAUSIBLE):
         numbers: dict[str, list[int]] = {}
         for trial in trials:
             if trial.outcome is outcome:
-                choice = f"precision {trial.config.precision}"
-                if trial.config.optimizer_precision != "fp32":
-                    choice += f" with optimizer_precision {trial.config.optimizer_precision}"
+                drifts = outcome is Outcome.NUMERICS_DRIFT and reference is not None
+                choice = _differences(trial.config, reference) if drifts else _precision(trial.config)
                 numbers.setdefault(choice, []).append(trial.number)
         parts += [f"{outcome.value} in {choice}: {_listed(which)}" for choice, which in numbers.items()]
+    if any(_ANOTHER_MICRO_BATCH in part for part in parts):
+        parts.append("losses that change with the micro-batch depend on how samples are batched, as with BatchNorm or "
+                     "means over unmasked tokens")
     return f"not to be trusted, so left out: {'; '.join(parts)}" if parts else None
+
+
+def _differences(config: TrainConfig, reference: Trial | None) -> str:
+    """The choices that may explain other losses than the reference's: of precision and micro-batch, else all others."""
+    assert reference is not None
+    theirs = reference.config
+    found = []
+    if _precision(config) != _precision(theirs):
+        found.append(_precision(config))
+    if config.micro_batch_size != theirs.micro_batch_size:
+        found.append(f"{_ANOTHER_MICRO_BATCH} than trial {reference.number}'s {theirs.micro_batch_size}")
+    others = [f"{name} {value}" for name, value in config.model_dump().items() if value != getattr(theirs, name)]
+    return " and ".join(found) or ", ".join(others) or "nothing"
+
+
+def _precision(config: TrainConfig) -> str:
+    reduced = "" if config.reduce_dtype == config.precision else f" with reduce_dtype {config.reduce_dtype}"
+    if config.optimizer_precision != "fp32":
+        return f"precision {config.precision} with optimizer_precision {config.optimizer_precision}{reduced}"
+    return f"precision {config.precision}{reduced}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

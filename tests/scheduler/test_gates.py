@@ -186,3 +186,22 @@ def test_the_note_names_the_choice_of_precision() -> None:
         Outcome.NON_FINITE)), trial(4, compute, outcome=Outcome.NUMERICS_DRIFT)]) == (
         "not to be trusted, so left out: numerics_drift in precision bf16 with optimizer_precision compute: "
         "trials 1, 4; non_finite in precision fp16: trial 2")
+
+
+def test_the_note_on_drift_names_what_differs_from_the_reference() -> None:
+    """As a model with BatchNorm does, whose losses change with the micro-batch in any precision."""
+    drift = Outcome.NUMERICS_DRIFT
+    trials = [trial(0, TrainConfig(micro_batch_size=4)), trial(1, TrainConfig(micro_batch_size=8), outcome=drift),
+              trial(2, TrainConfig(micro_batch_size=2, zero_stage=1), outcome=drift),
+              trial(3, TrainConfig(micro_batch_size=2, precision="bf16"), outcome=drift)]
+    note = set_aside(trials)
+    assert note == (
+        "not to be trusted, so left out: numerics_drift in another micro_batch_size than trial 0's 4: trials 1, 2; "
+        "numerics_drift in precision bf16 and another micro_batch_size than trial 0's 4: trial 3; losses that change "
+        "with the micro-batch depend on how samples are batched, as with BatchNorm or means over unmasked tokens")
+    other = set_aside([trials[0], trial(1, TrainConfig(micro_batch_size=4, zero_stage=3, compile=True), outcome=drift)])
+    assert other == "not to be trusted, so left out: numerics_drift in zero_stage 3, compile True: trial 1"
+    measured = sample_measurement(losses=tuple(loss + 1 for loss in FALLING))
+    reason = drifted(measured, TrainConfig(micro_batch_size=8), trials[0])
+    assert reason is not None
+    assert reason.endswith("; it differs in another micro_batch_size than trial 0's 4")
