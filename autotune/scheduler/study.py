@@ -24,6 +24,7 @@ from autotune.scheduler.verdict import (
     hopeless_step_seconds,
     next_repeat,
     progress_of,
+    risk_of,
     rivals_among,
     why_hopeless,
 )
@@ -137,10 +138,10 @@ class StudyRun:
         return profile
 
     async def _calibrate(self) -> HardwareProfile:
-        """What the devices can do, from the store where they were calibrated before."""
+        """What the devices can do, from the store where they were calibrated before beside nothing else."""
         key = calibration_key(self._at.launcher, self._request.hardware.devices)
         known = await self._record.read(lambda tx: tx.profiles.hardware(key))
-        if known is None:
+        if known is None or known.contended:
             await self._enter(StudyPhase.CALIBRATING)
             report, _ = await self._at.group.run(CalibrateRequest(), deadline_seconds=self._prepare_seconds())
             if isinstance(report, FailureReport):
@@ -255,8 +256,8 @@ class StudyRun:
         await self._record.write(keep)
         tried = {plan.canonical(trial.config) for trial in trials}
         reused = [each for each in self._reused if each.config in tried]
-        notes = [ended_by, None if clean else _CONTENDED_NOTE, set_aside(trials), reused_note(reused, plan),
-                 earlier_note(plan, self._earlier)]
+        notes = [ended_by, None if clean else _CONTENDED_NOTE, risk_of(choice.config), set_aside(trials),
+                 reused_note(reused, plan), earlier_note(plan, self._earlier)]
         return Verdict(state=StudyState.SUCCEEDED, note="; ".join(note for note in notes if note))
 
     # One measurement

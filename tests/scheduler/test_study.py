@@ -337,6 +337,15 @@ async def test_profiles_are_used_again(database: Database) -> None:
     assert [run.request.kind for run in other.runs[:2]] == ["calibrate", "trial"]
 
 
+@in_loop
+async def test_a_calibration_beside_other_work_is_done_again_by_the_next_study(database: Database) -> None:
+    for is_busy, kinds in ((True, {"probe", "calibrate", "trial"}), (False, {"calibrate", "trial"}),
+                           (True, {"trial"})):
+        launcher = FakeLauncher(is_busy=is_busy)
+        await run(database, launcher)
+        assert {run.request.kind for run in launcher.runs} == kinds
+
+
 def _stage_1_in_bf16_goes_wrong(request: TrialRequest) -> TrialReport:
     """It is fastest, and its losses stand still."""
     in_fp32, stage = request.config.precision == "fp32", request.config.zero_stage
@@ -385,6 +394,22 @@ async def test_where_the_baseline_is_in_fp32_no_trial_is_spent_on_a_reference(da
     assert trials[0].config.precision == "fp32"
     assert len(trials) == 4
     assert TrialRole.REFERENCE not in {trial.role for trial in trials}
+
+
+@in_loop
+async def test_a_winner_without_fp32_masters_carries_a_warning(database: Database) -> None:
+    def script(request: TrialRequest) -> TrialReport:
+        return sample_report({"compute": 0.1, "fp32": 0.2}[request.config.optimizer_precision])
+
+    study = await run(database, FakeLauncher(script=script), search={
+        "sampler": "random", "space": {"precision": ["bf16"], "optimizer_precision": ["fp32", "compute"]}})
+    assert study.best is not None
+    assert study.best.config.optimizer_precision == "compute"
+    assert study.note is not None
+    assert "the winner keeps weights and optimizer states in bf16 alone" in study.note
+    safe = await run(database, FakeLauncher(), search={"sampler": "random", "space": {"precision": ["bf16"]}})
+    assert safe.note is not None
+    assert "the winner keeps" not in safe.note
 
 
 @in_loop

@@ -56,6 +56,7 @@ class FakeLauncher:
         hold: trials wait for this event before they answer.
         probe_failure: instead of a profile.
         starts_that_fail: so many starts from now on raise LaunchError.
+        is_busy: other work runs beside calibrations.
         runs: everything that groups served, in order.
         open_groups: started and not closed.
     """
@@ -65,6 +66,7 @@ class FakeLauncher:
     hold: asyncio.Event | None = None
     probe_failure: FailureReport | None = None
     starts_that_fail: int = 0
+    is_busy: bool = False
     seconds: float = 0.0
     runs: list[Run] = field(default_factory=list)
     started: int = 0
@@ -127,7 +129,8 @@ class FakeGroup:
         if request.kind == "probe":
             return launcher.probe_failure or ProbeReport(profile=sample_model_profile())
         if request.kind == "calibrate":
-            return CalibrateReport(profile=sample_hardware_profile(world_size=len(self._devices)))
+            return CalibrateReport(profile=sample_hardware_profile(
+                world_size=len(self._devices), contended=launcher.is_busy))
         on_progress(TrialProgress(phase="measuring", step=1, step_seconds=0.1))
         launcher.trial_started.set()
         if launcher.hold is not None:
