@@ -8,12 +8,20 @@ from typing import Any
 from autotune.domain.explanation import phase_seconds
 from autotune.domain.prediction import Prediction
 from autotune.domain.study import BestConfig, Study, StudyPhase, StudyState, Trial
-from autotune.domain.throughput import Throughput, rate_unit, shown_gain, shown_throughput, told_throughput
+from autotune.domain.throughput import (
+    Throughput,
+    is_of_rounds,
+    rate_unit,
+    shown_gain,
+    shown_throughput,
+    throughput,
+    told_throughput,
+)
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome
 from web.measured import fastest
 from web.plan_view import PlanView, Segment, segments
-from web.trials_view import KNOBS
+from web.trials_view import KNOBS, gain_over
 from web.words import MEASURED_PARTS, OUTCOMES, PHASES, ROLES, Cue, describe_model, study_cue, trial_cue
 
 
@@ -84,6 +92,7 @@ class BestView:
         standing: ``so far`` while the study runs, then ``confirmed`` or ``not confirmed``.
         is_baseline: nothing was faster than the configuration there was.
         speedup: tokens per second over the baseline's.
+        of_rounds: that is from rounds that measured both, and not the ratio of the two rates.
         unit: of throughput.
     """
 
@@ -102,6 +111,10 @@ class BestView:
     speedup_interval: tuple[float, float] | None
     tie_with: tuple[int, ...]
     diff: tuple[DiffRow, ...]
+
+    @property
+    def of_rounds(self) -> bool:
+        return is_of_rounds(self)
 
     @property
     def is_baseline(self) -> bool:
@@ -230,7 +243,7 @@ def trial_page(study: Study, trial: Trial, trials: Sequence[Trial]) -> TrialPage
     last_run = trial.measurements[-1] if trial.measurements else None
     return TrialPage(
         study=study, trial=trial, cue=trial_cue(trial), role=ROLES[trial.role], rate=rate,
-        gain=shown_gain(trial, baseline),
+        gain=gain_over(baseline, trial, study.best),
         peak_device_bytes=trial.peak_device_bytes, peak_host_bytes=trial.peak_host_bytes, last_run=last_run,
         compared=compare(trial), phases=phase_segments(last_run) if last_run else (),
         memory=memory_bar(trial.prediction, trial.peak_device_bytes, memory_limit(study)),
@@ -355,13 +368,14 @@ def memory_bar(prediction: Prediction | None, measured: int | None, limit: int |
 def _stored_best(study: Study, best: BestConfig, trials: Sequence[Trial]) -> BestView:
     standing = "confirmed" if best.confirmed else "not confirmed" if study.state.is_final else "so far"
     baseline = next((trial for trial in trials if trial.number == best.baseline_trial_number), None)
+    baseline_rate = throughput(baseline) if baseline else None
     return BestView(
         trial_number=best.trial_number, standing=standing, tokens_per_second=best.tokens_per_second,
         unit=rate_unit(best),
         interval=best.tokens_per_second_interval, step_seconds=best.step_seconds,
         peak_device_bytes=best.peak_device_bytes, peak_host_bytes=best.peak_host_bytes,
         baseline_number=best.baseline_trial_number,
-        baseline_tokens_per_second=best.baseline_tokens_per_second,
+        baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate else None,
         baseline_peak_device_bytes=best.baseline_peak_device_bytes, speedup=best.speedup,
         speedup_interval=best.speedup_interval, tie_with=best.tie_with,
         diff=config_diff(baseline.config if baseline else best.config, best.config))

@@ -164,7 +164,8 @@ def _study_context(request: Request, study_id: str, services: Services, dashboar
             "why": why_view(services.queries.explanation(study_id)) if explained else None,
             "elapsed": max(elapsed, 0.0), "formats": services.queries.export_formats(),
             "events_url": f"/api/v1/studies/{study.id}/events?last_event_id={last_event}",
-            "table": trials_table(trials, view, best_number=page.best.trial_number if page.best else None)}
+            "table": trials_table(trials, view, best_number=page.best.trial_number if page.best else None,
+                                  winner=study.best)}
 
 
 def _live_part(context: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 from urllib.parse import urlencode
 
-from autotune.domain.study import Trial, TrialState
+from autotune.domain.study import BestConfig, Trial, TrialState
 from autotune.domain.throughput import Throughput, shown_gain, told_throughput
 from engine.config import TrainConfig
 from engine.report import Outcome
@@ -119,17 +119,19 @@ class TrialsTable:
         return any(row.peak_host_bytes for row in self.rows)
 
 
-def trials_table(trials: Sequence[Trial], view: TableView, *, best_number: int | None = None) -> TrialsTable:
+def trials_table(trials: Sequence[Trial], view: TableView, *, best_number: int | None = None,
+                 winner: BestConfig | None = None) -> TrialsTable:
     """Filter, sort and choose the columns.
 
     Args:
         best_number: the trial to mark as best; the fastest one where not given.
+        winner: as the study keeps it, with its gain over the baseline.
     """
     if best_number is None:
         best = fastest(tuple(trials))
         best_number = best.number if best else None
     baseline = next((trial for trial in trials if trial.number == 0), None)
-    rows = [_row(trial, baseline, is_best=trial.number == best_number) for trial in trials
+    rows = [_row(trial, gain_over(baseline, trial, winner), is_best=trial.number == best_number) for trial in trials
             if view.outcome in (None, _outcome(trial))]
     knobs = KNOBS if view.all_knobs else differing_knobs([trial.config for trial in trials])
     counts = Counter(_outcome(trial) for trial in trials)
@@ -145,14 +147,21 @@ def differing_knobs(configs: Sequence[TrainConfig]) -> tuple[str, ...]:
     return tuple(name for name in KNOBS if len({getattr(config, name) for config in configs}) > 1)
 
 
+def gain_over(baseline: Trial | None, trial: Trial, winner: BestConfig | None) -> float | None:
+    """Throughput over the baseline's; the winner has one, which the study compared round by round."""
+    if winner is not None and trial.number == winner.trial_number:
+        return winner.speedup
+    return shown_gain(trial, baseline)
+
+
 def _outcome(trial: Trial) -> str:
     return "running" if trial.outcome is None else trial.outcome.value
 
 
-def _row(trial: Trial, baseline: Trial | None, *, is_best: bool) -> TrialRow:
+def _row(trial: Trial, gain: float | None, *, is_best: bool) -> TrialRow:
     return TrialRow(
         number=trial.number, role=ROLES[trial.role], cue=trial_cue(trial), running=trial.state is TrialState.RUNNING,
-        rate=told_throughput(trial), gain=shown_gain(trial, baseline),
+        rate=told_throughput(trial), gain=gain,
         peak_device_bytes=trial.peak_device_bytes, peak_host_bytes=trial.peak_host_bytes,
         runs=len(trial.measurements), contended=any(run.contended for run in trial.measurements), is_best=is_best,
         detail=trial.detail, config=trial.config)

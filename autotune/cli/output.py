@@ -11,7 +11,7 @@ from rich.table import Table
 
 from autotune.domain.cluster import Cluster
 from autotune.domain.study import PlannedPoint, PlanSummary, Progress, StudyPhase, StudyState, Trial
-from autotune.domain.throughput import Rate, rate_unit, shown_throughput
+from autotune.domain.throughput import Rate, is_of_rounds, rate_unit, shown_throughput
 from engine.config import TrainConfig
 from engine.report import Outcome
 from engine.values import Precision
@@ -249,7 +249,8 @@ def winner_lines(best: BestLike) -> Sequence[str]:
     if best.speedup is not None:
         interval = best.speedup_interval
         between = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
-        lines.append(f"speed-up: {best.speedup:.2f}x{between}")
+        rounds = ", in the same rounds" if is_of_rounds(best) else ""
+        lines.append(f"speed-up: {best.speedup:.2f}x{between}{rounds}")
     elif best.baseline_peak_device_bytes is not None:
         lines.append("speed-up unknown: other work slowed the machine whenever the baseline was measured")
     if not best.confirmed:

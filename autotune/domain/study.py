@@ -123,7 +123,8 @@ class BestConfig(Value):
     """A study's winner with its evidence; stored per model, training set-up and hardware fingerprint.
 
     Attributes:
-        speedup: tokens per second over the baseline's; None where the baseline could not be measured.
+        speedup: tokens per second over the baseline's, from rounds that measured both where there are two, and not
+            from the two rates; None where the baseline could not be measured.
         speedup_interval: 95 % interval of it.
         confirmed: measured again beside the other finalists.
         tie_with: numbers of trials that may be as fast as this one: finalists, and trials measured once that are no

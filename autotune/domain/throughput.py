@@ -34,6 +34,24 @@ class Rate(Protocol):
     def samples_per_second(self) -> float: ...
 
 
+class Compared(Protocol):
+    """What a best configuration and its views have in common."""
+
+    @property
+    def tokens_per_second(self) -> float: ...
+    @property
+    def baseline_tokens_per_second(self) -> float | None: ...
+    @property
+    def speedup(self) -> float | None: ...
+
+
+def is_of_rounds(best: Compared) -> bool:
+    """Whether the gain is from rounds that measured both trials, so that it is not the ratio of their two rates."""
+    if best.speedup is None or best.baseline_tokens_per_second is None:
+        return False
+    return not math.isclose(best.speedup, best.tokens_per_second / best.baseline_tokens_per_second)
+
+
 def rate_unit(rate: Rate) -> str:
     """In which unit to tell it: ``samples/s`` where a sample is one token, as in tasks that have no tokens."""
     same = math.isclose(rate.tokens_per_second, rate.samples_per_second, rel_tol=1e-6)

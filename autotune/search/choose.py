@@ -26,8 +26,9 @@ class Choice(Value):
 
     Attributes:
         confirmed: measured again.
-        baseline_tokens_per_second: what it reaches in the rounds in which the winner reaches its own.
-        speedup: tokens per second over the baseline's; None where the baseline has no valid measurement.
+        baseline_tokens_per_second: over all the baseline's measurements, as `throughput` is over the winner's.
+        speedup: tokens per second over the baseline's, from rounds that measured both where there are two; None where
+            the baseline has no valid measurement.
         tie_with: numbers of trials that may be as fast as the fastest, the winner itself left out; also of such that
             were measured only once.
     """
@@ -95,7 +96,7 @@ def choose(trials: Sequence[Trial], *, among: Sequence[int] | None = None) -> Ch
         trial_number=winner, config=trial.config, throughput=rate, peak_device_bytes=_peak(trial)[0],
         peak_host_bytes=_peak(trial)[1], confirmed=sum(is_valid(each) for each in trial.measurements) > 1,
         baseline_trial_number=baseline.number if baseline is not None else None,
-        baseline_tokens_per_second=rate.tokens_per_second / gain.ratio if gain is not None else None,
+        baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate is not None else None,
         baseline_peak_device_bytes=baseline.peak_device_bytes if baseline is not None else None,
         speedup=gain and gain.ratio, speedup_interval=gain and gain.interval,
         tie_with=tuple(sorted(number for number in tied if number != winner)))

@@ -92,8 +92,11 @@ class _Neighbours:
         return self._at_rate(value, "predicted", self._best.tokens_per_second * ratio, None)
 
     def _at_rate(self, value: Any, evidence: Evidence, tokens_per_second: float, trial_number: int | None) -> Step:
+        best, change = self._best, tokens_per_second / self._best.tokens_per_second - 1
+        if best.speedup is not None and trial_number is not None and trial_number == best.baseline_trial_number:
+            change = 1 / best.speedup - 1  # the study compared these two round by round
         return Step(value=value, evidence=evidence, tokens_per_second=tokens_per_second, trial_number=trial_number,
-                    change=tokens_per_second / self._best.tokens_per_second - 1)
+                    change=change)
 
 
 def _expected_seconds(plan: Plan, trials: Sequence[Trial]) -> NDArray[np.float64] | None:

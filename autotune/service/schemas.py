@@ -30,9 +30,10 @@ class BestView(Value):
     peak_device_bytes: int
     peak_host_bytes: int
     baseline_trial_number: int | None
-    baseline_tokens_per_second: float | None
+    baseline_tokens_per_second: float | None = Field(description="over all the baseline's measurements")
     baseline_peak_device_bytes: int | None
-    speedup: float | None = Field(description="tokens per second over the baseline's")
+    speedup: float | None = Field(description="tokens per second over the baseline's: in the rounds that measured "
+                                  "both where there are two, which need not be the ratio of the two rates")
     speedup_interval: tuple[float, float] | None
     confirmed: bool = Field(description="measured again beside the other finalists")
     tie_with: tuple[int, ...] = Field(description="trials that may be as fast: finalists, and trials measured once, "

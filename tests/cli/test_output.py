@@ -2,11 +2,11 @@
 
 import pytest
 
-from autotune.cli.output import rate_text, trial_line
+from autotune.cli.output import rate_text, trial_line, winner_lines
 from autotune.domain.study import Trial, TrialRole, TrialState
 from engine.config import TrainConfig
 from engine.report import Outcome
-from tests.support.samples import START, sample_measurement
+from tests.support.samples import START, sample_best, sample_measurement
 
 
 @pytest.mark.parametrize(("outcome", "speed"), [(Outcome.OK, "641 tok/s"), (Outcome.NON_FINITE, "1,280 tok/s")])
@@ -22,3 +22,11 @@ def test_a_trial_shows_all_its_measurements_where_they_count(outcome: Outcome, s
 def test_a_task_without_tokens_is_told_in_samples() -> None:
     assert rate_text(sample_measurement(0.1, tokens_per_sample=1)) == "80.00 samples/s"
     assert rate_text(sample_measurement(0.1, tokens_per_sample=1), 123.4) == "123 samples/s"
+
+
+@pytest.mark.parametrize(("speedup", "line"), [
+    (1.25, "speed-up: 1.25x (1.20 to 1.30)"), (1.28, "speed-up: 1.28x (1.20 to 1.30), in the same rounds")])
+def test_a_gain_that_is_not_the_ratio_of_the_rates_says_where_it_is_from(speedup: float, line: str) -> None:
+    lines = winner_lines(sample_best(speedup=speedup))
+    assert "baseline: 800 tok/s" in lines
+    assert line in lines

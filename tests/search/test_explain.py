@@ -66,6 +66,13 @@ def test_measured_where_tried_and_predicted_where_not() -> None:
     assert smaller.change == pytest.approx(smaller.tokens_per_second / 1000.0 - 1)
 
 
+def test_the_baseline_is_as_much_slower_as_the_winner_s_gain_says() -> None:
+    best = winner().model_copy(update={"baseline_trial_number": 2, "speedup": 1.6})
+    _, larger = effects(best)["micro_batch_size"].steps
+    assert (larger.trial_number, larger.tokens_per_second) == (2, pytest.approx(800.0))
+    assert larger.change == pytest.approx(1 / 1.6 - 1)
+
+
 def test_what_trials_taught_goes_into_what_is_expected() -> None:
     """A precision that was measured to be slow elsewhere is expected to be slow here."""
     def change(fp32_seconds: float) -> float:

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 
 from autotune.domain.study import Progress, StudyPhase, StudyState
+from autotune.domain.throughput import shown_throughput
 from engine.config import TrainConfig
 from engine.report import Outcome
 from tests.support.samples import START, sample_best, sample_hardware_profile
@@ -23,6 +24,7 @@ from web.contexts import (
     study_row,
     trial_page,
 )
+from web.trials_view import TableView, trials_table
 
 BASE = trial(0, 0.4, peak_mib=400)
 FASTER = trial(1, 0.2, peak_mib=500, config=TrainConfig(zero_stage=2, precision="bf16"))
@@ -42,6 +44,20 @@ class TestBest:
         best = best_view(study(StudyState.SUCCEEDED, best=stored), [BASE, FASTER])
         assert best is not None
         assert (best.trial_number, best.standing, best.tie_with, best.is_baseline) == (0, "confirmed", (1,), True)
+
+    @pytest.mark.parametrize(("paired", "of_rounds"), [(1.03, True), (None, False)])
+    def test_the_gain_stands_beside_the_baseline_s_own_rate(self, paired: float | None, of_rounds: bool) -> None:
+        """Whether it is from rounds is told from the two rates."""
+        base, faster = shown_throughput(BASE), shown_throughput(FASTER)
+        assert base is not None
+        assert faster is not None
+        ratio = faster.tokens_per_second / base.tokens_per_second
+        stored = sample_best(trial_number=1, tokens_per_second=faster.tokens_per_second,
+                             baseline_tokens_per_second=1.0, speedup=ratio * (paired or 1.0))
+        best = best_view(study(StudyState.SUCCEEDED, best=stored), [BASE, FASTER])
+        assert best is not None
+        assert (best.baseline_tokens_per_second, best.of_rounds) == (base.tokens_per_second, of_rounds)
+        assert best.speedup == stored.speedup
 
     def test_a_study_that_stopped_says_that_its_best_was_not_confirmed(self) -> None:
         best = best_view(study(StudyState.CANCELLED), [BASE])
@@ -114,6 +130,12 @@ class TestStudyPage:
 
 
 class TestTrialPage:
+    def test_the_winner_has_one_gain_wherever_it_is_shown(self) -> None:
+        winner = sample_best(trial_number=1, speedup=1.9)
+        assert trial_page(study(best=winner), FASTER, [BASE, FASTER]).gain == 1.9
+        gains = {row.number: row.gain for row in trials_table([BASE, FASTER], TableView(), winner=winner).rows}
+        assert gains == {0: 1.0, 1: 1.9}
+
     def test_neighbours_and_gain(self) -> None:
         page = trial_page(study(), FASTER, [BASE, FASTER])
         assert (page.previous, page.next) == (0, None)
