@@ -10,6 +10,7 @@ from autotune.domain.throughput import throughput
 from autotune.scheduler.fingerprints import training_fingerprint
 from autotune.search.choose import Choice, choose, finalists
 from autotune.search.plan import Plan
+from engine.config import TrainConfig
 from engine.report import Outcome
 from engine.values import Value
 
@@ -37,6 +38,15 @@ class Verdict(Value):
 
 class StudyFailedError(Exception):
     """The study cannot go on; the message says why, for the user."""
+
+
+def risk_of(config: TrainConfig) -> str | None:
+    """What a winner risks that its measurement cannot show; None for one that risks nothing."""
+    if config.precision == "fp32" or config.optimizer_precision == "fp32":
+        return None
+    return (f"the winner keeps weights and optimizer states in {config.precision} alone (optimizer_precision compute): "
+            "updates below its rounding are lost, so that long training may stall or end worse although the first "
+            "steps agree; compare a longer run with optimizer_precision fp32")
 
 
 def why_hopeless(trials: Sequence[Trial]) -> str | None:
