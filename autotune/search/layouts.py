@@ -2,7 +2,8 @@
 parallelism that the request asks for. Pure."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,13 +16,15 @@ from autotune.predict.cluster import bundled_cluster, bundled_clusters
 from autotune.predict.parallel import ALONE, Parallel, hidden_size
 from autotune.search.knobs import KNOBS
 from autotune.search.plan import BUCKET_KNOBS, Plan, make_plan, summarize, why_empty
-from autotune.search.points import Space
-from autotune.search.space import divisors, named_cluster, parse_space
+from autotune.search.space import count_points, divisors, named_cluster, parse_space
 from engine.profile import ModelProfile
 from engine.spec import GptSpec, HuggingFaceSpec, ModelSpec, VitSpec
 
 _BUCKET = KNOBS["reduce_bucket_size"].auto[-1]
 """Elements. Bucket sizes move a step by little; beside many layouts only the largest is planned with."""
+
+MAX_POINTS = 100_000
+"""Configurations of all layouts together. Each is predicted and held: these take some 10 s and a few hundred MB."""
 
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 """Names in a transformers configuration."""
@@ -91,17 +94,20 @@ def plan_cluster(request: StudyRequest, model: ModelProfile) -> ClusterPlan:
     """Plan a request of mode plan: every layout asked for, every configuration of each.
 
     Raises:
-        InvalidRequestError: no layout can be; says why.
+        InvalidRequestError: no layout can be, or there are too many points; says why.
     """
     cluster = named_cluster(request.hardware)
     hardware = cluster.hardware(request.hardware.devices)
+    layouts = [*_layouts(request.hardware, cluster, Shape(model.heads, model.block_count))]
+    _require_few_points(request, (parallel for parallel, reason in layouts if reason is None))
     plans, left_out = [], Counter[str]()
-    for parallel, reason in _layouts(request.hardware, cluster, Shape(model.heads, model.block_count)):
+    for parallel, reason in layouts:
         if reason is not None:
             left_out[reason] += 1
             continue
         try:
-            shared, space = _shared(request, parallel)
+            shared = _shared(request, parallel)
+            space = parse_space(shared)
         except InvalidRequestError as error:
             left_out[f"{_text(parallel)}: {error.errors[0].message}"] += 1
             continue
@@ -112,20 +118,23 @@ def plan_cluster(request: StudyRequest, model: ModelProfile) -> ClusterPlan:
 
 
 def check_layouts(request: StudyRequest) -> None:
-    """Refuse a request of mode plan with which no layout could be, as far as that is known before the model is probed.
+    """Refuse a request of mode plan with which no layout could be, or with too many points, as far as that is known
+    before the model is probed.
 
     Raises:
         InvalidRequestError: names every field at fault.
     """
     blocks = request.model.layers if isinstance(request.model, GptSpec | VitSpec) else None
     shape = Shape(_named_heads(request.model), blocks)
+    layouts = [*_layouts(request.hardware, named_cluster(request.hardware), shape)]
+    _require_few_points(request, (parallel for parallel, reason in layouts if reason is None))
     problems: tuple[FieldError, ...] = ()
-    for parallel, reason in _layouts(request.hardware, named_cluster(request.hardware), shape):
+    for parallel, reason in layouts:
         if reason is not None:
             problems = problems or (FieldError(_field(request.hardware), reason),)
             continue
         try:
-            _shared(request, parallel)
+            parse_space(_shared(request, parallel))
             return
         except InvalidRequestError as error:
             problems = error.errors
@@ -179,14 +188,29 @@ def _why_not(parallel: Parallel, devices: int, node: int, shape: Shape) -> str |
     return None
 
 
-def _shared(request: StudyRequest, parallel: Parallel) -> tuple[StudyRequest, Space]:
-    """The request as its data-parallel ranks see it, and their space."""
+def _require_few_points(request: StudyRequest, layouts: Iterable[Parallel]) -> None:
+    """Refuse more points than can be planned with. One layout's space alone is bounded by `parse_space`."""
+    total = 0
+    for number, parallel in enumerate(layouts, 1):
+        with suppress(InvalidRequestError):  # a layout that cannot be has no points; others tell why
+            total += count_points(_shared(request, parallel), MAX_POINTS + 1 - total)
+        if number > 1 and total > MAX_POINTS:
+            fields = [name for name in ("tensor_parallel", "pipeline_parallel")
+                      if getattr(request.hardware, name) != [1]]
+            raise InvalidRequestError(
+                FieldError("search.space", f"more than {MAX_POINTS:,} configurations over all layouts of tensor and "
+                           "pipeline parallelism, the most a plan can have: give fewer values"),
+                *(FieldError(f"hardware.{name}", "every degree multiplies the configurations, of which there are more "
+                             f"than {MAX_POINTS:,}: give fewer degrees, in a list") for name in fields))
+
+
+def _shared(request: StudyRequest, parallel: Parallel) -> StudyRequest:
+    """The request as its data-parallel ranks see it."""
     update: dict[str, Any] = {"hardware": request.hardware.model_copy(update={
         "devices": parallel.data(request.hardware.devices)})}
     if request.hardware.plans_degrees:
         update["search"] = request.search.model_copy(update=_fewer_buckets(request))
-    shared = request.model_copy(update=update)
-    return shared, parse_space(shared)
+    return request.model_copy(update=update)
 
 
 def _fewer_buckets(request: StudyRequest) -> dict[str, Any]:

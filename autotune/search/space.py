@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -29,14 +30,7 @@ def parse_space(request: StudyRequest) -> Space:
     Raises:
         InvalidRequestError: with every problem found, each at a dotted field such as ``search.space.zero_stage``.
     """
-    if request.hardware.cluster is not None:
-        named_cluster(request.hardware)
-    world_size, global_batch = request.hardware.devices, request.training.global_batch_size
-    _require_divisible(global_batch, world_size)
-    base_fields, baseline = _parse_baseline(request)
-    knobs = _parse_knobs(request, per_rank=global_batch // world_size)
-    draft = Space(base_fields=base_fields, baseline=baseline, has_own_baseline=request.search.baseline is not None,
-                  knobs=knobs, global_batch_size=global_batch, world_size=world_size, default=baseline)
+    draft = _draft(request)
     if draft.count(MAX_POINTS + 1) > MAX_POINTS:
         raise InvalidRequestError(FieldError(
             "search.space", f"more than {MAX_POINTS} configurations, the largest space possible: give fewer values"))
@@ -44,9 +38,28 @@ def parse_space(request: StudyRequest) -> Space:
         raise InvalidRequestError(*(FieldError("search.space", f"no combination can run: {reason}")
                                     for reason in draft.impossible_combinations))
     default = _default_config(draft)
-    return Space(base_fields=base_fields, baseline=baseline if draft.has_own_baseline else default,
-                 has_own_baseline=draft.has_own_baseline, knobs=knobs, global_batch_size=global_batch,
-                 world_size=world_size, default=default)
+    return replace(draft, baseline=draft.baseline if draft.has_own_baseline else default, default=default)
+
+
+def count_points(request: StudyRequest, limit: int) -> int:
+    """How many configurations the space of a study has, counted up to `limit`; quicker than to make it.
+
+    Raises:
+        InvalidRequestError: as `parse_space`, as far as nothing needs to be made.
+    """
+    return _draft(request).count(limit)
+
+
+def _draft(request: StudyRequest) -> Space:
+    """The space before any of its points is made, with the baseline in place of the default configuration."""
+    if request.hardware.cluster is not None:
+        named_cluster(request.hardware)
+    world_size, global_batch = request.hardware.devices, request.training.global_batch_size
+    _require_divisible(global_batch, world_size)
+    base_fields, baseline = _parse_baseline(request)
+    knobs = _parse_knobs(request, per_rank=global_batch // world_size)
+    return Space(base_fields=base_fields, baseline=baseline, has_own_baseline=request.search.baseline is not None,
+                 knobs=knobs, global_batch_size=global_batch, world_size=world_size, default=baseline)
 
 
 def named_cluster(hardware: HardwareRequest) -> Cluster:
@@ -245,4 +258,4 @@ def _default_config(space: Space) -> TrainConfig:
             getattr(config, name) != value for name, value in wanted.items()))
 
 
-__all__ = ["MAX_POINTS", "Knob", "Space", "divisors", "named_cluster", "parse_space"]
+__all__ = ["MAX_POINTS", "Knob", "Space", "count_points", "divisors", "named_cluster", "parse_space"]

@@ -83,10 +83,23 @@ class TestWhich:
                 check_layouts(plan_request(**changes))
             assert [error.field for error in raised.value.errors] == [field]
 
-
-    def test_the_example_can_be_planned(self) -> None:
+    @pytest.mark.parametrize("devices", [64, 128, 256, 512])
+    def test_the_example_can_be_planned_on_more_devices_too(self, devices: int) -> None:
         example = Path(__file__).parents[2] / "examples" / "plan.json"
-        check_layouts(StudyRequest.model_validate_json(example.read_text()))
+        request = StudyRequest.model_validate_json(example.read_text())
+        check_layouts(request.model_copy(update={
+            "hardware": request.hardware.model_copy(update={"devices": devices})}))
+
+    def test_all_layouts_together_have_a_bounded_number_of_points(self) -> None:
+        # 11 layouts of at most 11,000 points: each alone may be planned
+        space = {"zero_stage": [0], "precision": ["bf16"], "reduce_bucket_size": [*range(1_000, 12_000)]}
+        asked = {"space": space, "tensor_parallel": "auto", "pipeline_parallel": "auto"}
+        check_layouts(plan_request(**asked | {"tensor_parallel": 1}))
+        for refuse in (lambda: check_layouts(plan_request(**asked)), lambda: planned(**asked)):
+            with pytest.raises(InvalidRequestError, match="more than 100,000 configurations over all") as raised:
+                refuse()
+            assert [error.field for error in raised.value.errors] == [
+                "search.space", "hardware.tensor_parallel", "hardware.pipeline_parallel"]
 
 
 class TestRanking:
