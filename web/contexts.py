@@ -16,6 +16,7 @@ from autotune.domain.throughput import (
     shown_throughput,
     throughput,
     told_throughput,
+    valid_runs,
 )
 from engine.config import TrainConfig
 from engine.report import Measurement, Outcome
@@ -85,6 +86,15 @@ class DiffRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotToldApart:
+    """A trial that may be as fast as the fastest; `runs` of its measurements count."""
+
+    number: int
+    tokens_per_second: float
+    runs: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class BestView:
     """The best configuration against the baseline.
 
@@ -109,7 +119,7 @@ class BestView:
     baseline_peak_device_bytes: int | None
     speedup: float | None
     speedup_interval: tuple[float, float] | None
-    tie_with: tuple[int, ...]
+    ties: tuple[NotToldApart, ...]
     diff: tuple[DiffRow, ...]
 
     @property
@@ -322,7 +332,7 @@ def best_view(study: Study, trials: Sequence[Trial]) -> BestView | None:
         baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate else None,
         baseline_peak_device_bytes=baseline.peak_device_bytes if baseline else None,
         speedup=shown_gain(best, baseline),
-        speedup_interval=None, tie_with=(), diff=config_diff(baseline.config if baseline else best.config, best.config))
+        speedup_interval=None, ties=(), diff=config_diff(baseline.config if baseline else best.config, best.config))
 
 
 def config_diff(baseline: TrainConfig, best: TrainConfig) -> tuple[DiffRow, ...]:
@@ -377,8 +387,14 @@ def _stored_best(study: Study, best: BestConfig, trials: Sequence[Trial]) -> Bes
         baseline_number=best.baseline_trial_number,
         baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate else None,
         baseline_peak_device_bytes=best.baseline_peak_device_bytes, speedup=best.speedup,
-        speedup_interval=best.speedup_interval, tie_with=best.tie_with,
+        speedup_interval=best.speedup_interval, ties=_ties(best, trials),
         diff=config_diff(baseline.config if baseline else best.config, best.config))
+
+
+def _ties(best: BestConfig, trials: Sequence[Trial]) -> tuple[NotToldApart, ...]:
+    tied = [(trial, throughput(trial)) for trial in trials if trial.number in best.tie_with]
+    return tuple(NotToldApart(number=trial.number, tokens_per_second=rate.tokens_per_second, runs=valid_runs(trial))
+                 for trial, rate in tied if rate is not None)
 
 
 def _phase_text(study: Study) -> str | None:

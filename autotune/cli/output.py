@@ -1,7 +1,7 @@
 """How values look in a terminal."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from autotune.domain.cluster import Cluster
 from autotune.domain.study import PlannedPoint, PlanSummary, Progress, StudyPhase, StudyState, Trial
-from autotune.domain.throughput import Rate, is_of_rounds, rate_unit, shown_throughput
+from autotune.domain.throughput import Rate, is_of_rounds, rate_unit, shown_throughput, throughput, valid_runs
 from engine.config import TrainConfig
 from engine.report import Outcome
 from engine.values import Precision
@@ -237,8 +237,12 @@ def progress_text(progress: Progress) -> str:
     return f"{progress.trials_finished}/{total}"
 
 
-def winner_lines(best: BestLike) -> Sequence[str]:
-    """The winner against the baseline."""
+def winner_lines(best: BestLike, trials: Mapping[int, Trial]) -> Sequence[str]:
+    """The winner against the baseline, and what is not told apart from it.
+
+    Args:
+        trials: by number.
+    """
     low, high = best.tokens_per_second_interval
     lines = [f"winner: trial {best.trial_number}: {rate_text(best)} (95 % interval {low:,.0f} to "
              f"{high:,.0f}), peak {bytes_text(best.peak_device_bytes)}", f"  {config_text(best.config)}"]
@@ -256,6 +260,14 @@ def winner_lines(best: BestLike) -> Sequence[str]:
     if not best.confirmed:
         lines.append("not confirmed: not measured again, or other work slowed the machine while it was")
     if best.tie_with:
-        trials = "trials" if len(best.tie_with) > 1 else "trial"
-        lines.append(f"as good as equal, within its interval: {trials} {', '.join(map(str, best.tie_with))}")
+        told = ", ".join(_tie_text(number, trials.get(number)) for number in best.tie_with)
+        lines.append(f"not told apart from the fastest: {told}")
     return lines
+
+
+def _tie_text(number: int, trial: Trial | None) -> str:
+    rate = throughput(trial) if trial is not None else None
+    if trial is None or rate is None:
+        return f"trial {number}"
+    runs = valid_runs(trial)
+    return f"trial {number} ({rate_text(rate)}, measured {'once' if runs == 1 else f'{runs} times'})"

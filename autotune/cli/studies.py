@@ -1,6 +1,6 @@
 """Commands that talk to a running service: submit, watch, list, export, cancel."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -162,7 +162,7 @@ def _follow(client: "Client", study_id: str, *, json: bool) -> None:
                 screen.show(study, trials)
     study = client.study(study_id)
     if not json:
-        finish(study)
+        finish(study, trials)
     if study.state.value != "succeeded":
         raise typer.Exit(1)
 
@@ -177,13 +177,17 @@ def _update_trials(client: "Client", event: "Event", trials: "dict[int, Trial]")
     return True
 
 
-def finish(study: "StudyLike") -> None:
-    """Tell how a study ended."""
+def finish(study: "StudyLike", trials: "Mapping[int, Trial]") -> None:
+    """Tell how a study ended.
+
+    Args:
+        trials: by number.
+    """
     from autotune.cli.output import console, winner_lines
 
     reason = study.error or study.note
     lines = [f"study {study.id} {study.state.value}{f': {reason}' if reason else ''}"]
     if study.best is not None:
-        lines += winner_lines(study.best)
+        lines += winner_lines(study.best, trials)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -51,13 +51,13 @@ def tune(
         device = device or (request.hardware.device if request.hardware.device != "auto" else None)
         settings = load_settings(
             data_dir=data_dir, database=f"sqlite:///{data_dir.absolute() / 'autotune.sqlite3'}", device=device)
-        study = _tune(request, settings, json=json)
-        _report(study, format, output, json=json)
+        study, trials = _tune(request, settings, json=json)
+        _report(study, trials, format, output, json=json)
     if study.state.value != "succeeded":
         raise typer.Exit(1)
 
 
-def _tune(request: "StudyRequest", settings: "Settings", *, json: bool) -> "Study":
+def _tune(request: "StudyRequest", settings: "Settings", *, json: bool) -> "tuple[Study, dict[int, Trial]]":
     from autotune.cli.serve import open_store
     from autotune.service.commands import Commands
 
@@ -69,8 +69,9 @@ def _tune(request: "StudyRequest", settings: "Settings", *, json: bool) -> "Stud
         store.close()
 
 
-async def run_until_it_ends(store: "Database", settings: "Settings", study_id: str, *, quiet: bool) -> "Study":
-    """Run a scheduler until the study has ended; an interrupt cancels the study first."""
+async def run_until_it_ends(store: "Database", settings: "Settings", study_id: str, *, quiet: bool
+                            ) -> "tuple[Study, dict[int, Trial]]":
+    """Run a scheduler until the study has ended, then give it and its trials; an interrupt cancels the study first."""
     from autotune.cli.output import console
     from autotune.cli.screen import StudyScreen
     from autotune.cli.serve import run_scheduler
@@ -92,7 +93,7 @@ async def run_until_it_ends(store: "Database", settings: "Settings", study_id: s
     finally:
         stop.set()
         await running
-    return study
+    return study, trials
 
 
 def _look(store: "Database", study_id: str) -> "tuple[Study, dict[int, Trial]]":
@@ -108,7 +109,7 @@ def _cancel(store: "Database", study_id: str) -> None:
         transaction.studies.request_cancel(study_id)
 
 
-def _report(study: "Study", format: str | None, output: Path | None, *, json: bool) -> None:
+def _report(study: "Study", trials: "dict[int, Trial]", format: str | None, output: Path | None, *, json: bool) -> None:
     """The winner first: what the format cannot express must not cost it.
 
     Raises:
@@ -130,7 +131,7 @@ def _report(study: "Study", format: str | None, output: Path | None, *, json: bo
         print_json({"study": StudyView.of(study).model_dump(mode="json"), "export": exported,
                     "best": study.best.model_dump(mode="json") if study.best else None})
     else:
-        finish(study)
+        finish(study, trials)
     if file is not None and (output is not None or not json):
         write_export(file.text, file.notes, output)
     if refusal is not None:

@@ -11,7 +11,7 @@ from autotune.domain.prediction import Prediction
 from autotune.domain.request import StudyRequest
 from engine.config import TrainConfig
 from engine.profile import HardwareProfile, ModelProfile
-from engine.report import Measurement, Outcome
+from engine.report import MAYBE_FROM_OUTSIDE, Measurement, Outcome
 from engine.values import Value
 
 
@@ -89,6 +89,16 @@ class Trial(Value):
         return () if self.measurement is None else (self.measurement, *self.repeats)
 
     @property
+    def is_killed_unexplained(self) -> bool:
+        """Whether it is said to have run out of host memory only because nothing better is known."""
+        return self.outcome is Outcome.OOM_HOST and MAYBE_FROM_OUTSIDE in self.detail.partition("\n")[0]
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether something follows from it for what needs as much memory."""
+        return self.outcome is not None and self.outcome.is_out_of_memory and not self.is_killed_unexplained
+
+    @property
     def step_samples(self) -> tuple[float, ...]:
         """Seconds of every measured step over all measurements."""
         return tuple(seconds for measurement in self.measurements for seconds in measurement.step_seconds)
@@ -127,8 +137,7 @@ class BestConfig(Value):
             from the two rates; None where the baseline could not be measured.
         speedup_interval: 95 % interval of it.
         confirmed: measured again beside the other finalists.
-        tie_with: numbers of trials that may be as fast as this one: finalists, and trials measured once that are no
-            slower for all that is known.
+        tie_with: numbers of trials that are not told apart from the fastest: finalists, and trials measured once.
     """
 
     study_id: str

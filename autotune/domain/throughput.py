@@ -69,6 +69,11 @@ def is_measured(measurement: Measurement) -> bool:
             and measurement.tokens_per_second > 0)
 
 
+def valid_runs(trial: Trial) -> int:
+    """How many of its measurements count."""
+    return sum(is_valid(run) for run in trial.measurements)
+
+
 def is_valid(measurement: Measurement) -> bool:
     """Whether a measurement counts: taken without contention."""
     return is_measured(measurement) and not measurement.contended

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from autotune.domain.study import Trial, TrialRole
-from autotune.domain.throughput import Throughput, is_valid, may_win, throughput
+from autotune.domain.throughput import Throughput, may_win, throughput, valid_runs
 from autotune.search.paired import Gain, Rounds, scatter
 from autotune.search.plan import Plan
 from engine.config import TrainConfig
@@ -29,8 +29,8 @@ class Choice(Value):
         baseline_tokens_per_second: over all the baseline's measurements, as `throughput` is over the winner's.
         speedup: tokens per second over the baseline's, from rounds that measured both where there are two; None where
             the baseline has no valid measurement.
-        tie_with: numbers of trials that may be as fast as the fastest, the winner itself left out; also of such that
-            were measured only once.
+        tie_with: numbers of trials that are not told apart from the fastest, the winner itself left out; also of such
+            that were measured only once.
     """
 
     trial_number: int
@@ -94,7 +94,7 @@ def choose(trials: Sequence[Trial], *, among: Sequence[int] | None = None) -> Ch
     gain = compare.gain(winner, baseline.number) if baseline is not None and baseline_rate is not None else None
     return Choice(
         trial_number=winner, config=trial.config, throughput=rate, peak_device_bytes=_peak(trial)[0],
-        peak_host_bytes=_peak(trial)[1], confirmed=sum(is_valid(each) for each in trial.measurements) > 1,
+        peak_host_bytes=_peak(trial)[1], confirmed=valid_runs(trial) > 1,
         baseline_trial_number=baseline.number if baseline is not None else None,
         baseline_tokens_per_second=baseline_rate.tokens_per_second if baseline_rate is not None else None,
         baseline_peak_device_bytes=baseline.peak_device_bytes if baseline is not None else None,
@@ -137,7 +137,7 @@ class _Comparison:
 
     def __init__(self, trials: Sequence[Trial], rates: Mapping[int, Throughput]) -> None:
         self._rates, self._rounds, self._scatter = rates, Rounds(trials), scatter(trials)
-        self._runs = {trial.number: sum(is_valid(run) for run in trial.measurements) for trial in trials}
+        self._runs = {trial.number: valid_runs(trial) for trial in trials}
 
     def gain(self, number: int, other: int) -> Gain:
         """Throughput of the first over the second's."""

@@ -36,8 +36,8 @@ class BestView(Value):
                                   "both where there are two, which need not be the ratio of the two rates")
     speedup_interval: tuple[float, float] | None
     confirmed: bool = Field(description="measured again beside the other finalists")
-    tie_with: tuple[int, ...] = Field(description="trials that may be as fast: finalists, and trials measured once, "
-                                      "that are no slower for all that is known")
+    tie_with: tuple[int, ...] = Field(description="trials that are not told apart from the fastest: finalists, and "
+                                      "trials measured once")
 
     @classmethod
     def of(cls, best: BestConfig) -> "BestView":

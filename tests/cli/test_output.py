@@ -27,6 +27,16 @@ def test_a_task_without_tokens_is_told_in_samples() -> None:
 @pytest.mark.parametrize(("speedup", "line"), [
     (1.25, "speed-up: 1.25x (1.20 to 1.30)"), (1.28, "speed-up: 1.28x (1.20 to 1.30), in the same rounds")])
 def test_a_gain_that_is_not_the_ratio_of_the_rates_says_where_it_is_from(speedup: float, line: str) -> None:
-    lines = winner_lines(sample_best(speedup=speedup))
+    lines = winner_lines(sample_best(speedup=speedup), {})
     assert "baseline: 800 tok/s" in lines
     assert line in lines
+
+
+def test_what_is_not_told_apart_stands_with_its_own_rate_and_how_often_it_was_measured() -> None:
+    trial = Trial(study_id="0" * 32, number=4, role=TrialRole.SUGGESTED, state=TrialState.FINISHED, outcome=Outcome.OK,
+                  config=TrainConfig(), measurement=sample_measurement(0.1), started_at=START)
+    again = trial.model_copy(update={"number": 5, "repeats": (
+        sample_measurement(0.1), sample_measurement(0.3, contended=True))})
+    lines = winner_lines(sample_best(tie_with=(4, 5)), {4: trial, 5: again})
+    assert lines[-1] == ("not told apart from the fastest: trial 4 (1,280 tok/s, measured once), "
+                         "trial 5 (1,280 tok/s, measured 2 times)")

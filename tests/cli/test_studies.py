@@ -299,10 +299,10 @@ def test_an_export_that_is_refused_does_not_cost_the_winner(
     with database.read() as transaction:
         study = transaction.studies.get(study_id)
     with pytest.raises(ExportError, match="zero_stage 1"):
-        report_tuned(study, "fsdp", None, json=False)
+        report_tuned(study, {}, "fsdp", None, json=False)
     assert "winner: trial 0" in capsys.readouterr().out
     with pytest.raises(ExportError, match="zero_stage 1"):
-        report_tuned(study, "fsdp", None, json=True)
+        report_tuned(study, {}, "fsdp", None, json=True)
     assert json.loads(capsys.readouterr().out)["best"]["trial_number"] == 0
 
 

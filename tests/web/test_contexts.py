@@ -12,6 +12,7 @@ from tests.support.samples import START, sample_best, sample_hardware_profile
 from tests.web.story import MIB, measurement, prediction, request
 from tests.web.values import study, trial
 from web.contexts import (
+    NotToldApart,
     best_view,
     compare,
     config_diff,
@@ -43,7 +44,10 @@ class TestBest:
         stored = sample_best(trial_number=0, baseline_trial_number=0, confirmed=True, tie_with=(1,), speedup=1.0)
         best = best_view(study(StudyState.SUCCEEDED, best=stored), [BASE, FASTER])
         assert best is not None
-        assert (best.trial_number, best.standing, best.tie_with, best.is_baseline) == (0, "confirmed", (1,), True)
+        assert (best.trial_number, best.standing, best.is_baseline) == (0, "confirmed", True)
+        faster = shown_throughput(FASTER)
+        assert faster is not None
+        assert best.ties == (NotToldApart(number=1, tokens_per_second=faster.tokens_per_second, runs=1),)
 
     @pytest.mark.parametrize(("paired", "of_rounds"), [(1.03, True), (None, False)])
     def test_the_gain_stands_beside_the_baseline_s_own_rate(self, paired: float | None, of_rounds: bool) -> None:
