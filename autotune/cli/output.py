@@ -117,15 +117,23 @@ def config_text(config: TrainConfig, base: TrainConfig | None = None) -> str:
     return " ".join(shown)
 
 
-def trial_line(trial: Trial, base: TrainConfig | None = None) -> str:
-    """One finished trial on one line."""
+def trial_line(trial: Trial, run: int = 0, base: TrainConfig | None = None) -> str:
+    """One run of a finished trial on one line, with the speed of that run alone.
+
+    Args:
+        run: which of its measurements, counted from 0; of a trial that was not measured, 0.
+    """
     parts = [f"trial {trial.number:>3}", f"{outcome_text(trial):<12}"]
-    speed, peak = measured_text(trial)
-    if speed:
-        parts += [f"{speed:>14}", f"peak {peak:>10}"]
+    measured = trial.measurements[run] if trial.measurements else None
+    if measured is not None:
+        parts += [f"{rate_text(measured):>14}", f"peak {bytes_text(measured.peak_device_bytes):>10}"]
     parts.append(config_text(trial.config, base))
     if trial.detail and trial.outcome is not Outcome.OK:
         parts.append(f"- {first_line(trial.detail)}")
+    if measured is not None and measured.contended:
+        parts.append("(contended: does not count)")
+    if run:
+        parts.append(f"(measured again, {run})")
     return "  ".join(parts)
 
 

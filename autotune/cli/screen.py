@@ -26,7 +26,7 @@ SHOWN_TRIALS = 12
 
 
 class StudyScreen:
-    """Shows a study. Call `show` whenever something changed; finished trials are told once each.
+    """Shows a study. Call `show` whenever something changed; each run of a finished trial is told once.
 
     How the study ended is left to who shows it: there is more to say of that than of a change.
 
@@ -77,10 +77,12 @@ class StudyScreen:
         base = trials[0].config if 0 in trials else None
         for number in sorted(trials):
             trial = trials[number]
-            if trial.state is TrialState.FINISHED and self._told.get(number) != len(trial.repeats):
-                again = f"  (measured again, {len(trial.repeats)})" if trial.repeats else ""
-                self._told[number] = len(trial.repeats)
-                self._console.print(trial_line(trial, base) + again, highlight=False, markup=False, soft_wrap=True)
+            if trial.state is not TrialState.FINISHED:
+                continue
+            runs = max(len(trial.measurements), 1)
+            for run in range(self._told.get(number, 0), runs):
+                self._console.print(trial_line(trial, run, base), highlight=False, markup=False, soft_wrap=True)
+            self._told[number] = runs
 
 
 def _picture(study: StudyLike, trials: dict[int, Trial]) -> RenderableType:
