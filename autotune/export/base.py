@@ -6,6 +6,7 @@ from typing import Any
 
 from autotune.domain.errors import ExportError
 from autotune.domain.study import BestConfig, PlannedConfig
+from autotune.domain.throughput import rate_unit
 from engine.config import TrainConfig
 from engine.values import Value
 
@@ -95,12 +96,17 @@ class ConfigReader:
 
     @property
     def evidence(self) -> str:
-        """How time and memory are known, in a sentence."""
+        """Where the configuration is from and how its time and memory are known; whether a winner is confirmed."""
         source, hardware = self.source, self.source.hardware_profile
         devices = f"{self.world_size} x {hardware.device_name or hardware.device_type}"
         if isinstance(source, BestConfig):
-            return (f"measured in study {source.study_id}, trial {source.trial_number}: "
-                    f"{source.tokens_per_second:.0f} tokens/s on {devices}")
+            per_second = source.tokens_per_second
+            rate = f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.4g}"
+            standing = ("confirmed: measured again beside the other finalists" if source.confirmed
+                        else "NOT CONFIRMED: only one run counts")
+            return (f"measured in study {source.study_id}, trial {source.trial_number}: {rate} "
+                    f"{rate_unit(source).replace('tok/', 'tokens/')} on {devices}, runs beside other work left out; "
+                    f"{standing}")
         seconds, peak = source.point.prediction.step_seconds, source.point.prediction.peak_device_bytes
         rate = "" if seconds is None else f"{seconds:.4g} s a step, {source.point.tokens_per_second:,.0f} tokens/s, "
         return (f"PREDICTED for {devices}, not measured: {rate}{peak / 2**30:.1f} GiB of device memory "
@@ -111,7 +117,7 @@ class ConfigReader:
         ranks, planned = self.world_size, isinstance(self.source, PlannedConfig)
         batch = self.source.request.training.global_batch_size
         processes = "1 process" if ranks == 1 else f"{ranks} processes"
-        return (*((self.evidence,) if planned else ()),
+        return (self.evidence,
                 f"{self.chosen} {'for' if planned else 'on'} {processes} with a global batch of {batch}: with another "
                 "number of processes, change gradient_accumulation_steps so that micro-batch x accumulation x "
                 f"processes stays {batch}",
