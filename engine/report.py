@@ -30,6 +30,11 @@ class Outcome(StrEnum):
         return self in (Outcome.OOM_DEVICE, Outcome.OOM_HOST)
 
 
+MAYBE_FROM_OUTSIDE = "it may have been killed from outside"
+"""Ends the first line of the detail of a trial that is `oom_host` for want of a better guess: a process was killed
+without a word while the host did not seem short of memory."""
+
+
 class MeasurePolicy(Value):
     """How long a trial measures.
 

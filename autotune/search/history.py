@@ -92,14 +92,14 @@ def _constraints(plan: Plan, trial: Trial) -> Iterator[tuple[str, float]]:
     device, host = _memory_loads(plan, trial)
     yield DEVICE_MEMORY, device
     yield HOST_MEMORY, host
-    yield FAILURE, float(trial.outcome is not None and not trial.outcome.is_out_of_memory
+    yield FAILURE, float(trial.outcome is not None and not trial.ran_out_of_memory
                          and trial.outcome not in (Outcome.OK, Outcome.PRUNED))
 
 
 def _memory_loads(plan: Plan, trial: Trial) -> tuple[float, float]:
     """(device, host) bytes over their limit, less 1: measured, else predicted."""
     device, host = _expected_loads(plan, trial.prediction or plan.predict_or_none(trial.config))
-    if trial.outcome is not None and trial.outcome.is_out_of_memory:
+    if trial.ran_out_of_memory:
         # a CPU's device memory is the host's: what ran out is rather what is closer to its limit
         on_device = trial.outcome is Outcome.OOM_DEVICE or (plan.hardware.device_type == "cpu" and device >= host)
         return ((max(device, _LEAST_VIOLATION), min(host, 0.0)) if on_device

@@ -17,10 +17,18 @@ def untried(plan: Plan, trials: Sequence[Trial]) -> Mask:
     """Of the plan's candidates, those that were not tried and are not bound to run out of memory.
 
     A candidate that needs at least the memory, by every term, of a configuration that ran out of it would do so too.
+    One whose process was killed without a known cause says nothing of others, and is itself tried once more.
     """
     left = ~_doomed(plan, trials)
-    tried = (plan.index.get(plan.canonical(trial.config)) for trial in trials)
-    left[[position for position in tried if position is not None]] = False
+    killed = set[int]()
+    for trial in trials:
+        position = plan.index.get(plan.canonical(trial.config))
+        if position is None:
+            continue
+        if trial.is_killed_unexplained and position not in killed:
+            killed.add(position)
+        else:
+            left[position] = False
     return left
 
 
@@ -33,7 +41,7 @@ def remaining(plan: Plan, trials: Sequence[Trial]) -> dict[TrainConfig, Candidat
 def _doomed(plan: Plan, trials: Sequence[Trial]) -> Mask:
     found = np.zeros(len(plan.candidates), dtype=np.bool_)
     for trial in trials:
-        if trial.outcome is None or not trial.outcome.is_out_of_memory:
+        if trial.outcome is None or not trial.ran_out_of_memory:
             continue
         prediction = plan.predict_or_none(trial.config)
         terms, needed = _binding_terms(plan, trial.outcome, prediction) if prediction is not None else ({}, None)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from autotune.search.plan import Candidate
 from autotune.search.remaining import remaining
-from engine.report import Outcome
+from engine.report import MAYBE_FROM_OUTSIDE, Outcome
 from tests.search.support import finished, hardware_profile, study_plan, study_request
 
 PLAN = study_plan(study_request(space={
@@ -30,6 +30,17 @@ def test_exactly_what_needs_less_by_some_term_than_all_that_ran_out_is_left(ende
         outcome.is_out_of_memory and needs_as_much(candidate, PLAN.candidates[lost], outcome)
         for lost, outcome in ended.items())]
     assert [*remaining(PLAN, trials)] == expected
+
+
+def test_a_kill_without_a_known_cause_rules_nothing_out_and_is_tried_once_more() -> None:
+    lost = max(PLAN.candidates, key=lambda candidate: candidate.prediction.peak_host_bytes).config
+    killed = [finished(number, lost, outcome=Outcome.OOM_HOST, detail=f"rank 0: {MAYBE_FROM_OUTSIDE}\n\nEnd of the log")
+              for number in range(2)]
+    everything = [candidate.config for candidate in PLAN.candidates]
+    assert [*remaining(PLAN, killed[:1])] == everything
+    assert [*remaining(PLAN, killed)] == [config for config in everything if config != lost]
+    assert killed[0].is_killed_unexplained
+    assert not finished(0, lost, outcome=Outcome.OOM_HOST, detail=f"rank 0\n{MAYBE_FROM_OUTSIDE}").is_killed_unexplained
 
 
 @given(NUMBERS)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from autotune.scheduler.launcher.base import Report
 from autotune.scheduler.launcher.rank import RankGone
-from engine.report import FailureReport, Outcome, TrialProgress, TrialReport, WorkerRequest
+from engine.report import MAYBE_FROM_OUTSIDE, FailureReport, Outcome, TrialProgress, TrialReport, WorkerRequest
 from engine.wire import RankBaseline, RankMessage, RankVerdict
 
 GRACE_SECONDS = 0.3
@@ -14,6 +14,9 @@ GRACE_SECONDS = 0.3
 _GUARD_FACTOR = 1.25
 _GUARD_BYTES = 256 * 2**20
 """A rank measures its own memory after each step. One that exceeds its limit by this much within a step is ended."""
+
+_LOW_FACTOR = 2
+"""A host had little memory left where it was less than so many times its reserve when last looked at, just before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,7 @@ class Watch:
     _failures: list[Failure] = field(default_factory=list)
     _first_failure_at: float | None = None
     _last_sign_at: float = field(init=False)
+    _available_bytes: int | None = None
 
     def __post_init__(self) -> None:
         self._ranks = [_Seen() for _ in range(self.world_size)]
@@ -106,7 +110,7 @@ class Watch:
         seen = self._ranks[rank]
         self._last_sign_at = now
         if isinstance(message, RankGone):
-            self._fail(_gone(rank, message, seen, self.request), now)
+            self._fail(self._gone(rank, message), now)
         elif isinstance(message, RankBaseline):
             seen.baseline_bytes = seen.resident_bytes = message.resident_bytes
         elif isinstance(message, TrialProgress):
@@ -132,6 +136,7 @@ class Watch:
 
     def see_host(self, available_bytes: int, now: float) -> None:
         """Take in how much memory the host has left."""
+        self._available_bytes = available_bytes
         rank = max(range(self.world_size), key=lambda index: self._ranks[index].grown_bytes)
         seen = self._ranks[rank]
         if available_bytes >= self.limits.host_reserve_bytes or seen.grown_bytes < _GUARD_BYTES:
@@ -157,6 +162,29 @@ class Watch:
         if not any(known.rank == failure.rank for known in self._failures):
             self._failures.append(failure)
             self._first_failure_at = self._first_failure_at or now
+
+    def _gone(self, rank: int, gone: RankGone) -> Failure:
+        code, outcome = gone.exit_code, Outcome.CRASHED
+        if code == -signal.SIGKILL:
+            outcome, what = Outcome.OOM_HOST, self._killed(self._ranks[rank])
+        elif code is None:
+            what = "broke off the conversation with its launcher"
+        elif code < 0:
+            what = f"killed (signal {-code}, {signal.strsignal(-code)})"
+        else:
+            what = f"exited with code {code}"
+        return Failure(rank=rank, at_seconds=gone.at_seconds, echo=False, outcome=outcome,
+                       detail=f"rank {rank}: {what}", step=self._ranks[rank].step)
+
+    def _killed(self, seen: _Seen) -> str:
+        """The kernel kills like this for lack of memory, and says nothing to its victim; so does anybody else."""
+        limit = self.request.memory_limit_bytes if self.request.kind == "trial" else None
+        available = self._available_bytes
+        left = "" if available is None else f"; the host had {_mib(available)} of memory left"
+        if available is None or available >= _LOW_FACTOR * self.limits.host_reserve_bytes:
+            left += f"; {MAYBE_FROM_OUTSIDE}"
+        return (f"killed (signal 9): probably host memory; last seen resident {_mib(seen.resident_bytes)}, memory "
+                f"limit {'none' if limit is None else _mib(limit)}{left}")
 
     def _decide(self, now: float) -> None:
         if self.report is not None:
@@ -213,24 +241,6 @@ def _failure_in(rank: int, verdict: RankVerdict) -> Failure | None:
         return Failure(rank=rank, at_seconds=verdict.at_seconds, echo=verdict.secondary, outcome=report.outcome,
                        detail=report.detail, step=report.failed_step)
     return None
-
-
-def _gone(rank: int, gone: RankGone, seen: _Seen, request: WorkerRequest) -> Failure:
-    code = gone.exit_code
-    outcome = Outcome.CRASHED
-    if code == -signal.SIGKILL:
-        limit = request.memory_limit_bytes if request.kind == "trial" else None
-        outcome = Outcome.OOM_HOST
-        what = (f"killed (signal 9): probably host memory; last seen resident {_mib(seen.resident_bytes)}, memory "
-                f"limit {'none' if limit is None else _mib(limit)}")
-    elif code is None:
-        what = "broke off the conversation with its launcher"
-    elif code < 0:
-        what = f"killed (signal {-code}, {signal.strsignal(-code)})"
-    else:
-        what = f"exited with code {code}"
-    return Failure(rank=rank, at_seconds=gone.at_seconds, echo=False, outcome=outcome, detail=f"rank {rank}: {what}",
-                   step=seen.step)
 
 
 def _mib(count: int) -> str:

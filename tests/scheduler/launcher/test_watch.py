@@ -124,7 +124,18 @@ def test_what_is_read_of_a_dead_process_does_not_count() -> None:
     watch.see_time(2.0)
     assert isinstance(watch.report, TrialReport)
     assert watch.report.detail == ("rank 1: killed (signal 9): probably host memory; last seen resident 500 MiB, "
-                                   "memory limit none")
+                                   "memory limit none; it may have been killed from outside")
+
+
+def test_a_kill_is_put_down_to_the_hosts_memory_only_where_that_was_low() -> None:
+    for available, known in ((399, True), (400, False)):
+        watch = _watch(ranks=1, host_reserve_bytes=200 * MIB)
+        watch.see_host(available * MIB, 1.0)
+        watch.hear(0, RankGone(exit_code=-9, at_seconds=1.1), 1.1)
+        assert isinstance(watch.report, TrialReport)
+        assert watch.report.outcome is Outcome.OOM_HOST
+        text = f"limit none; the host had {available} MiB of memory left"
+        assert watch.report.detail.endswith(text if known else f"{text}; it may have been killed from outside")
 
 
 def test_a_host_about_to_run_out_ends_the_trial_that_grew() -> None:
