@@ -17,7 +17,7 @@ import httpx
 from pydantic import BaseModel
 
 from autotune.domain.errors import AutotuneError
-from autotune.domain.study import BestConfig, Event, Trial
+from autotune.domain.study import BestConfig, Event, PlanSummary, Trial
 from autotune.service.schemas import StudyView
 
 READ_SECONDS = 60.0
@@ -146,6 +146,10 @@ class Client:
 
     def log(self, study_id: str, number: int) -> str:
         return self._send("GET", f"/studies/{study_id}/trials/{number}/log").text
+
+    def plan(self, study_id: str) -> PlanSummary:
+        """What the plan found, with all its rows."""
+        return PlanSummary.model_validate(self._json("GET", f"/studies/{study_id}/plan", params={"limit": "1000"}))
 
     def best(self, study_id: str) -> BestConfig:
         return BestConfig.model_validate(self._json("GET", f"/studies/{study_id}/best"))

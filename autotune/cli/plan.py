@@ -66,11 +66,12 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     with tempfile.TemporaryDirectory(prefix="autotune-") as folder:
         settings = load_settings(data_dir=Path(folder), database=f"sqlite:///{Path(folder) / 'autotune.sqlite3'}")
         study = _make(request, settings, quiet=json or (export is not None and output is None))
-    exported, refusal = None, None
+    exported: ExportedFile | None = None
+    refusal: ExportError | InvalidRequestError | None = None
     if export is not None and study.plan is not None and study.plan.rows:
         try:
             exported = write(study.planned(row or study.plan.first_exportable or 1), export)
-        except ExportError as error:  # it must not cost the plan
+        except (ExportError, InvalidRequestError) as error:  # it must not cost the plan
             refusal = error
     _report(study, exported, output, json=json)
     if refusal is not None:
@@ -103,7 +104,7 @@ def _report(study: "Study", file: "ExportedFile | None", output: Path | None, *,
 
     if json:
         print_json({"study": StudyView.of(study).model_dump(mode="json"),
-                    "plan": PlanView.of(study.plan, len(study.plan.fastest)).model_dump(mode="json")
+                    "plan": PlanView.of(study.plan, len(study.plan.rows)).model_dump(mode="json")
                     if study.plan else None,
                     "export": file.model_dump(mode="json", include={"filename", "text", "notes"}) if file else None})
     elif file is None or output is not None:

@@ -147,7 +147,7 @@ def cancel(
 
 def _follow(client: "Client", study_id: str, *, json: bool) -> None:
     """Follow a study to its end; leaves with exit code 1 unless it succeeded."""
-    from autotune.cli.output import console, print_json
+    from autotune.cli.output import console, plan_parts, print_json, print_wide
     from autotune.cli.screen import StudyScreen
 
     trials: dict[int, Trial] = {}
@@ -163,6 +163,8 @@ def _follow(client: "Client", study_id: str, *, json: bool) -> None:
     study = client.study(study_id)
     if not json:
         finish(study, trials)
+    if not json and study.request.mode == "plan" and study.state.value == "succeeded":
+        print_wide(*plan_parts(client.plan(study_id)))
     if study.state.value != "succeeded":
         raise typer.Exit(1)
 

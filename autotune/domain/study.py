@@ -229,7 +229,7 @@ class PlanSummary(Value):
     fastest: tuple[PlannedPoint, ...] = Field((), description="those predicted to be fastest, at most 20, fastest "
                                               "first; of those that differ in nothing but buckets and overlap, one")
     layouts: tuple[PlannedPoint, ...] = Field((), description="mode plan over several degrees: the fastest of each "
-                                              "pair, at most 20, fastest first")
+                                              "pair, fastest first")
     device_limit_bytes: int | None = Field(None, description="that one device may use")
     host_limit_bytes: int | None = Field(None, description="of its host, that one device may use")
     model_profile: ModelProfile | None = Field(None, description="mode plan: what was predicted from")

@@ -307,7 +307,7 @@ def _ranked_layouts(plans: Sequence[Plan]) -> list[tuple[Plan, Candidate]]:
     """The fastest of each plan, fastest first; none where there is but one."""
     timed = [[(plan, candidate) for candidate in plan.candidates if candidate.prediction.step_seconds is not None]
              for plan in (plans if len(plans) > 1 else ())]
-    return sorted((min(points, key=_slowness) for points in timed if points), key=_slowness)[:MAX_SUMMARY_FASTEST]
+    return sorted((min(points, key=_slowness) for points in timed if points), key=_slowness)
 
 
 def _slowness(point: tuple[Plan, Candidate]) -> tuple[float, int]:

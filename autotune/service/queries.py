@@ -145,10 +145,14 @@ class Queries:
             return study.best
         outcomes = self.outcomes(study_id)
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())) or "none yet"
-        planned = " as it only planned: export a row" if study.request.mode == "plan" else ""
-        reason = f": {study.error}" if study.error else planned
+        reason = f": {study.error}" if study.error else self._why_only_planned(study)
         raise NoWinnerError(f"study {study_id} is {study.state.value} and has no winner{reason} (trials: {counts})",
                             outcomes=outcomes)
+
+    def _why_only_planned(self, study: Study) -> str:
+        if study.request.mode != "plan" or study.state is not StudyState.SUCCEEDED:
+            return ""
+        return f" as it only planned: export a row of it, --row 1 to {len(self.plan(study.id).rows)}"
 
     def explanation(self, study_id: str) -> Explanation:
         """Where the winner's memory and time go, what binds, and what each knob would have cost.

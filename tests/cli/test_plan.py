@@ -99,6 +99,13 @@ def test_a_row_that_no_format_expresses_does_not_cost_the_plan(run: Run, study_f
     assert "tensor" in result.err
 
 
+def test_a_row_that_is_not_there_does_not_cost_the_plan(run: Run, study_file: Path) -> None:
+    result = run("plan", str(study_file), "-c", "a100-80gb", "-n", "16", "--row", "99", "--export", "deepspeed")
+    assert result.code == 2
+    assert "Predicted to be fastest" in result.out
+    assert "no row 99: the plan has 1 to " in result.err
+
+
 def test_an_unknown_format_is_refused_before_anything_is_done(run: Run, study_file: Path) -> None:
     result = run("plan", str(study_file), "-c", "a100-80gb", "--export", "megatron")
     assert (result.code, "unknown format 'megatron': give one of engine, deepspeed" in result.err) == (2, True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from autotune.cli.output import plan_parts, print_wide
 from autotune.cli.tune import _report as report_tuned
 from autotune.domain.errors import ExportError
 from autotune.domain.study import StudyState
@@ -19,6 +20,7 @@ from engine.config import TrainConfig
 from engine.report import Outcome
 from tests.cli.conftest import Run
 from tests.service.stories import failed, planned, queued, running, succeeded
+from tests.support.plans import cluster_plan
 from tests.support.samples import sample_best, sample_failure, sample_report, sample_request
 from tests.support.service import RunningService
 
@@ -151,6 +153,16 @@ class TestWatch:
         assert "winner: trial 0: 1,000 tok/s (95 % interval 990 to 1,010)" in result.out
         assert "speed-up: 1.25x (1.20 to 1.30)" in result.out
 
+    def test_a_plan_is_told_as_plan_tells_it(
+            self, run: Run, connected: RunningService, database: Database, capsys: pytest.CaptureFixture[str]) -> None:
+        cancel_waiting(database)
+        found = cluster_plan().summary
+        print_wide(*plan_parts(found))
+        table = capsys.readouterr().out
+        result = run("watch", planned(database))
+        assert (result.code, len(found.layouts) > 20) == (0, True)
+        assert table in result.out
+
     def test_failure(self, run: Run, connected: RunningService, database: Database) -> None:
         cancel_waiting(database)
         result = run("watch", failed(database, sample_failure(Outcome.CRASHED, "ValueError: bad arg")))
@@ -264,7 +276,8 @@ class TestExport:
         assert result.code == 0
         assert "(row 2 of a plan)" in json.loads(result.out)["_comment"][0]
         without = run("export", study_id)
-        assert (without.code, "only planned: export a row" in without.err) == (1, True)
+        rows = len(cluster_plan("1").summary.rows)
+        assert (without.code, f"only planned: export a row of it, --row 1 to {rows} (" in without.err) == (1, True)
 
     def test_an_unknown_format_lists_all(self, run: Run, connected: RunningService, database: Database) -> None:
         cancel_waiting(database)

@@ -14,6 +14,7 @@ from autotune.store import Database
 from engine.config import TrainConfig
 from engine.report import Outcome
 from tests.service.stories import failed, planned, queued, running, succeeded
+from tests.support.plans import cluster_plan
 from tests.support.samples import sample_best, sample_failure, sample_measurement, sample_report, sample_request
 
 UNKNOWN = "0" * 32
@@ -232,7 +233,7 @@ class TestPlanForACluster:
         assert 0.2 < row["model_flops_utilization"] < 0.9
         assert plan["device_limit_bytes"] == 85_000_000_000
         assert len({(row["tensor_parallel"], row["pipeline_parallel"]) for row in plan["layouts"]}) == len(
-            plan["layouts"]) > 4
+            plan["layouts"]) == len(cluster_plan().plans) > 20
 
     @pytest.mark.parametrize("format", FORMATS)
     def test_a_row_is_exported_as_predicted(self, client: TestClient, database: Database, format: str) -> None:
