@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from engine.config import OptimizerConfig, TrainConfig, require_global_batch
+from engine.config import Checkpointing, OptimizerConfig, TrainConfig, require_global_batch
 from engine.errors import DeviceMemoryLimitError
 from engine.loop import PHASES, LoopStep, PhaseClock, PhaseName, TrainingLoop
 from engine.memory import LEFT_BEHIND_BYTES, MemoryMeter, check_limit, meter_for
@@ -56,7 +56,8 @@ WATCHED_STEPS = 2
 ones: the optimizer's states are there throughout, and stage 3 knows in which order it gathers. Where neither comes
 with the first step, that alone is watched."""
 
-_WARM_UP_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+_WARM_UPS: tuple[tuple[Precision, Checkpointing, int], ...] = (("fp32", "full", 3), ("bf16", "selective", 2))
+"""Precision, checkpointing and stage: between them all that libraries load or keep on first use."""
 
 
 class Reporter(Protocol):
@@ -117,9 +118,8 @@ def _steps_to_watch(loop: TrainingLoop, device: torch.device) -> int:
         return 0  # the allocator keeps the peak by itself
     config = loop.config
     gathers = config.zero_stage == 3 and (config.offload_param or not loop.trainer.shared_bytes)
-    # Whole gradients in 16 bit leave up to 10 MB of gaps in the heap, beside which the next forward takes its memory.
-    leaves_gaps = config.precision != "fp32" and config.zero_stage == 0 and loop.trainer.shared_bytes
-    return 1 if loop.has_states and not gathers and not leaves_gaps else WATCHED_STEPS
+    trims = config.precision != "fp32" and loop.trainer.shared_bytes  # rooms and casts are taken anew after the first
+    return 1 if loop.has_states and not gathers and not trims else WATCHED_STEPS
 
 
 def _look_in_backward(loop: TrainingLoop, meter: MemoryMeter) -> list[RemovableHandle]:
@@ -471,12 +471,13 @@ def _mean_phases(measured: Sequence[_Step], mean_step_seconds: float) -> PhaseSe
 
 def warm_up_engine(context: RankContext) -> None:
     """Run tiny trials once, so that code and buffers that are loaded or made on first use are there. Collective."""
-    for precision in _WARM_UP_PRECISIONS:
+    for precision, checkpointing, stage in _WARM_UPS:
         wide = torch.ones(1024, 512, device=context.device, dtype=DTYPES[precision])
         functional.linear(wide, wide.repeat(4, 1))  # has the library take the scratch memory that it then keeps
         request = TrialRequest(
             model=GptSpec(kind="gpt", layers=1, hidden=64, heads=1, vocab=64, sequence_length=32),
-            optimizer=OptimizerConfig(), config=TrainConfig(precision=precision, zero_stage=2, micro_batch_size=2),
+            optimizer=OptimizerConfig(), config=TrainConfig(precision=precision, zero_stage=stage, micro_batch_size=2,
+                                                            activation_checkpointing=checkpointing),
             global_batch_size=2 * context.world_size,
             policy=MeasurePolicy(max_warmup_steps=1, min_steps=2, max_steps=2))
         run_trial(request, context, SilentReporter())

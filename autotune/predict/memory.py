@@ -208,8 +208,8 @@ def _room_bytes(situation: Situation, config: TrainConfig) -> int:
     """Of ranks that share memory: rooms for the buckets under way and the one being filled, which are read where they
     lie, and from stage 2 on the sum of one on its way to those of earlier micro-batches.
 
-    Sums over micro-batches in the dtype that is sent lie in rooms themselves, unless one bucket is reduced at a time;
-    the shards that stage 1 makes of them may then need more than the rooms.
+    Sums over micro-batches in the dtype that is sent lie in rooms themselves, of which there are then as many as
+    buckets; the shards that stage 1 makes of them need more: all of them where one bucket is reduced at a time.
     """
     model = situation.model
     wire, held = BYTES_PER_ELEMENT[config.reduce_dtype], held_bytes(config)
@@ -220,10 +220,10 @@ def _room_bytes(situation: Situation, config: TrainConfig) -> int:
     if held != wire or _gradients_in_rooms(situation, config):
         return rooms_bytes
     if config.zero_stage == 0:
-        return 0 if config.overlap_comm else rooms_bytes
+        return 0
     if config.overlap_comm:
         return rooms_bytes
-    return max(rooms_bytes, shard(model.trainable_parameters, situation.world_size) * held)
+    return shard(model.trainable_parameters, situation.world_size) * held
 
 
 def _backward_points(situation: Situation, config: TrainConfig) -> tuple[BackwardPoint, ...]:

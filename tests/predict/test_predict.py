@@ -221,6 +221,16 @@ def test_what_is_outside_of_unequal_blocks_is_gathered_with_two_blocks() -> None
     assert found.device_bytes["gathered"] == 4 * (500_000 + 2 * 2_000_000)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_on_a_cpu_sums_over_micro_batches_lie_where_they_are_reduced(overlap: bool) -> None:
+    """Stage 0 needs nothing beside them; stage 1, one bucket at a time, its shards."""
+    config = TrainConfig(zero_stage=0, gradient_accumulation_steps=2, overlap_comm=overlap)
+    assert prediction(model_profile(), config).device_bytes["buckets"] == 0
+    if not overlap:
+        sharded = config.model_copy(update={"zero_stage": 1})
+        assert prediction(model_profile(), sharded).device_bytes["buckets"] == 4 * 4_300_000 // 2
+
+
 def test_on_a_cpu_the_scratch_memory_of_its_libraries_counts() -> None:
     large = model_profile(tokens_per_sample=1024, hidden=256)
     for precision, scratch in (("fp32", 0), ("bf16", 3 * MIB)):
