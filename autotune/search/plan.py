@@ -84,6 +84,10 @@ class Limits:
         """Which memory does not allow it, the device's first."""
         return next((place for place, needed, limit in self._held(prediction) if needed > limit), None)
 
+    def lack(self, prediction: Prediction) -> float:
+        """How much of it is needed of the memory that falls shortest; at most 1 where it is allowed."""
+        return max(needed / max(limit, 1) for _, needed, limit in self._held(prediction))
+
     def excess(self, prediction: Prediction) -> str:
         """In words, what a prediction that is not allowed needs and may use."""
         place, needed, limit = next(held for held in self._held(prediction) if held[1] > held[2])
@@ -335,10 +339,30 @@ def why_empty(plans: Sequence[Plan]) -> str:
     rejections = [rejection for plan in plans for rejection in plan.rejections]
     counts = Counter(rejection.reason for rejection in rejections)
     reasons = "; ".join(f"{count} x {reason}" for reason, count in counts.most_common())
-    too_large = [rejection.config for rejection in rejections if rejection.memory]
-    if too_large and min(config.micro_batch_size for config in too_large) == 1:
-        return f"no feasible micro-batch: micro_batch_size 1 would not fit either ({reasons})"
-    return f"no feasible configuration among {sum(len(plan.space.points) for plan in plans)} ({reasons})"
+    too_large = [(plan, rejection.config) for plan in plans for rejection in plan.rejections if rejection.memory]
+    advice = f"; {_what_would_fit(too_large)}" if too_large else ""
+    if too_large and min(config.micro_batch_size for _, config in too_large) == 1:
+        return f"no feasible micro-batch: micro_batch_size 1 would not fit either ({reasons}){advice}"
+    return f"no feasible configuration among {sum(len(plan.space.points) for plan in plans)} ({reasons}){advice}"
+
+
+def _what_would_fit(too_large: Sequence[tuple[Plan, TrainConfig]]) -> str:
+    """What the configuration needs that lacks least memory, and what would make it, or another one, fit."""
+    plan, config = min(too_large, key=lambda each: each[0].limits.lack(each[0].predict(each[1])))
+    prediction = plan.predict(config)
+    place = plan.limits.exceeded(prediction)
+    smaller = [words for words, helps in (
+        ("a smaller micro_batch_size", config.micro_batch_size > 1),
+        ("a higher zero_stage", config.zero_stage < 3 and plan.space.world_size > 1),
+        ("activation_checkpointing", config.activation_checkpointing == "none" and plan.model.block_count > 0),
+        ("offload_optimizer_ratio", config.offload_optimizer_ratio < 1 and not plan.limits.device_is_host),
+    ) if helps and place != "host"]
+    if place == "host":
+        smaller = ["a lower offload_optimizer_ratio"]
+    limited = plan.limits.device_bytes < plan.hardware.memory_bytes
+    raised = ["raise hardware.memory_limit_bytes"] if limited and place == "device" else []
+    fixes = [*raised, *([f"allow {', '.join(smaller)} in search.space"] if smaller else [])]
+    return f"the smallest {plan.limits.excess(prediction)}: {', or '.join(fixes) or 'take a smaller model'}"
 
 
 def _why_not(config: TrainConfig, space: Space, model: ModelProfile, hardware: HardwareProfile) -> str | None:

@@ -1,6 +1,7 @@
 """The plan: what can be tried, and why the rest is not."""
 
 import pickle
+from typing import Any
 
 import pytest
 
@@ -153,6 +154,23 @@ def test_nothing_fits_says_so_down_to_the_smallest_micro_batch() -> None:
     plan = study_plan(study_request(memory_limit_bytes=MIB))
     assert not plan.candidates
     assert plan.why_empty().startswith("no feasible micro-batch: micro_batch_size 1 would not fit either")
+
+
+def test_nothing_fits_says_what_the_smallest_needs_where_and_what_to_change() -> None:
+    def why(device: str, memory_limit_bytes: int | None = MIB, **fields: list[Any]) -> str:
+        space = {"zero_stage": [0], "micro_batch_size": [8, 2], **fields}
+        plan = study_plan(study_request(space=space, memory_limit_bytes=memory_limit_bytes),
+                          hardware=hardware_profile(device_type=device, memory_bytes=2 * MIB))
+        return plan.why_empty()
+
+    smallest = study_plan(study_request()).predict(TrainConfig(micro_batch_size=2))
+    needs = f"the smallest needs {device_bytes_to_allow(smallest) / MIB:,.0f} MiB of device memory where "
+    more = "allow a smaller micro_batch_size, a higher zero_stage, activation_checkpointing, offload_optimizer_ratio"
+    assert why("cuda").endswith(f"; {needs}1 may be used: raise hardware.memory_limit_bytes, or {more} in search.space")
+    assert why("cuda", None).endswith(f"; {needs}2 may be used: {more} in search.space")
+    everything = {"zero_stage": [3], "micro_batch_size": [1], "activation_checkpointing": ["full"]}
+    assert why("cpu", **everything).endswith("1 may be used: raise hardware.memory_limit_bytes")
+    assert why("cpu", None, **everything).endswith("2 may be used: take a smaller model")
 
 
 def test_it_travels_to_another_process_as_its_inputs() -> None:
