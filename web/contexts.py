@@ -255,7 +255,7 @@ def trial_page(study: Study, trial: Trial, trials: Sequence[Trial]) -> TrialPage
         study=study, trial=trial, cue=trial_cue(trial), role=ROLES[trial.role], rate=rate,
         gain=gain_over(baseline, trial, study.best),
         peak_device_bytes=trial.peak_device_bytes, peak_host_bytes=trial.peak_host_bytes, last_run=last_run,
-        compared=compare(trial), phases=phase_segments(last_run) if last_run else (),
+        compared=compare(trial), phases=phase_segments(trial),
         memory=memory_bar(trial.prediction, trial.peak_device_bytes, memory_limit(study)),
         diff=config_diff(baseline.config if baseline else trial.config, trial.config),
         previous=max((number for number in numbers if number < trial.number), default=None),
@@ -354,9 +354,9 @@ def compare(trial: Trial) -> tuple[Compared, ...]:
                      measured=rate.step_seconds if rate else None))
 
 
-def phase_segments(run: Measurement) -> tuple[Segment, ...]:
+def phase_segments(trial: Trial) -> tuple[Segment, ...]:
     """Mean seconds per step by phase, as pieces of one bar."""
-    values = {MEASURED_PARTS[name]: seconds for name, seconds in phase_seconds(run).items()}
+    values = {MEASURED_PARTS[name]: seconds for name, seconds in phase_seconds(trial).items()}
     return segments(values, scale=sum(values.values()))
 
 

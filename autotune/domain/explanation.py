@@ -1,11 +1,15 @@
 """The evidence beside a winner, as values, and the part of it that a measurement tells by itself."""
 
+from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import Field
 
+from autotune.domain.study import Trial
+from autotune.domain.throughput import shown_runs, told_throughput
 from engine.config import TrainConfig
-from engine.report import Measurement, StateBytes
+from engine.report import PhaseSeconds, StateBytes
+from engine.statistics import robust_mean
 from engine.values import Value
 
 Evidence = Literal["measured", "predicted", "does_not_fit", "failed", "impossible"]
@@ -74,9 +78,19 @@ class Explanation(Value):
     knobs: tuple[KnobEffect, ...]
 
 
-def phase_seconds(run: Measurement) -> dict[str, float]:
-    """A step's mean seconds by phase, those of offload apart where it was measured."""
-    phases = run.phases
+def phase_seconds(trial: Trial) -> dict[str, float]:
+    """A step's mean seconds by phase, over the runs that its step time is over; empty where nothing was measured."""
+    runs = shown_runs(trial)
+    if not runs:
+        return {}
+    means, rate = fmean(robust_mean(run.step_seconds) for run in runs), told_throughput(trial)
+    scale = rate.step_seconds / means if rate is not None else 1.0  # a trimmed mean is not the mean of trimmed means
+    by_run = [_phases(run.phases) for run in runs]
+    return {name: scale * fmean(phases.get(name, 0.0) for phases in by_run) for name in by_run[0]}
+
+
+def _phases(phases: PhaseSeconds) -> dict[str, float]:
+    """Those of offload apart where they were measured."""
     offload = {name: seconds for name in ("host_step", "transfer") if (seconds := getattr(phases, name)) is not None}
     return {"data": phases.data, "forward": phases.forward, "backward": phases.backward,
             "step": max(phases.step - sum(offload.values()), 0.0), **offload}

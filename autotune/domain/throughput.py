@@ -86,7 +86,13 @@ def throughput(trial: Trial) -> Throughput | None:
 
 def shown_throughput(trial: Trial) -> Throughput | None:
     """As `throughput`; where all measurements were taken under contention, these, for the record only."""
-    return throughput(trial) or _pooled(trial, [run for run in trial.measurements if is_measured(run)])
+    return _pooled(trial, shown_runs(trial))
+
+
+def shown_runs(trial: Trial) -> list[Measurement]:
+    """Those that a trial is shown by: its valid measurements, else all that have steps."""
+    measured = [run for run in trial.measurements if is_measured(run)]
+    return [run for run in measured if is_valid(run)] or measured
 
 
 def told_throughput(trial: Trial) -> Throughput | None:

@@ -43,7 +43,7 @@ def explain(best: BestConfig, trials: Sequence[Trial]) -> Explanation:
                       limit_bytes=plan.limits.device_bytes),
         time=Time(predicted_seconds=prediction.seconds if prediction else {},
                   predicted_step_seconds=prediction.step_seconds if prediction else None,
-                  measured_seconds=phase_seconds(winner.measurement), measured_step_seconds=best.step_seconds),
+                  measured_seconds=phase_seconds(winner), measured_step_seconds=best.step_seconds),
         binding=_binding(knobs, prediction), knobs=knobs)
 
 

@@ -153,9 +153,16 @@ class TestTrialPage:
         assert step.error == pytest.approx(-0.25, abs=0.02)
 
     def test_phases_fill_the_bar(self) -> None:
-        segments = phase_segments(measurement(0.2, peak_mib=1))
+        segments = phase_segments(FASTER)
         assert sum(segment.length for segment in segments) == pytest.approx(100)
         assert segments[1].start == pytest.approx(segments[0].length)
+
+    def test_phases_are_of_the_runs_that_the_step_time_is_of(self) -> None:
+        runs = (measurement(0.3, peak_mib=1), measurement(0.9, peak_mib=1, contended=True))
+        page = trial_page(study(), FASTER.model_copy(update={"repeats": runs}), [BASE])
+        assert page.rate is not None
+        assert 0.21 < page.rate.step_seconds < 0.29
+        assert sum(phase.value for phase in page.phases) == pytest.approx(page.rate.step_seconds, rel=1e-3)
 
     def test_the_memory_bar_holds_terms_measured_peak_and_a_near_limit(self) -> None:
         bar = memory_bar(prediction(400), 450 * MIB, 600 * MIB)

@@ -5,11 +5,13 @@ import re
 import pytest
 from fastapi.testclient import TestClient
 
+from autotune.domain.throughput import told_throughput
 from autotune.store import Database
 from engine.report import Outcome
 from tests.support.plans import plan_request
 from tests.web.conftest import TOKEN
 from tests.web.story import Story, finished, planned, request, searched
+from web import format as fmt
 
 HOSTILE = "<script>alert('x')</script>\"'&"
 
@@ -59,6 +61,29 @@ class TestLoggingIn:
         answer = client.post(f"/studies/{told.study.id}/delete", headers={"Sec-Fetch-Site": "cross-site"})
         assert answer.status_code == 403
         assert client.get(f"/studies/{told.study.id}").status_code == 200
+
+
+def test_a_trial_s_rates_are_over_the_same_runs(client: TestClient, database: Database, told: Story) -> None:
+    with database.read() as tx:
+        rate = told_throughput(tx.trials.get(told.study.id, 5))
+    assert rate is not None
+    text = client.get(f"/studies/{told.study.id}/trials/5").text
+    assert fmt.rate(rate.tokens_per_second, "tok/s") in text
+    assert fmt.rate(rate.samples_per_second, "samples/s") in text
+
+
+def test_what_is_not_told_apart_is_named_with_its_rate(client: TestClient, database: Database) -> None:
+    story = Story.submit(database, request())
+    story.claim()
+    for seconds in (0.4, 0.2, 0.201):
+        trial = story.ok(seconds, 400)
+    story.succeed(1, tie_with=(trial.number,))
+    with database.read() as tx:
+        rate = told_throughput(tx.trials.get(story.study.id, trial.number))
+    assert rate is not None
+    text = client.get(f"/studies/{story.study.id}").text
+    assert re.search(rf"Not told apart from the fastest: <a[^>]*>trial 2</a> "
+                     rf"\({re.escape(fmt.rate(rate.tokens_per_second, 'tok/s'))}, measured once\)", text)
 
 
 class TestPolicy:
