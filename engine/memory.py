@@ -144,7 +144,8 @@ class ResidentMeter:
         if self._rested_bytes is None:
             self._rested_bytes = peak
         beyond = peak - self._rested_bytes
-        if beyond > max(_LEAST_GROWTH_BYTES, _GROWTH * (self._watched_bytes - self._baseline_bytes)):
+        explained = max(_LEAST_GROWTH_BYTES, _GROWTH * (self._watched_bytes - self._baseline_bytes))
+        if beyond > explained and not self.has_grown():  # which is to be watched
             self._peak_bytes = max(self._peak_bytes, self._watched_bytes + beyond)
 
     def _peak_since_last(self) -> int:
