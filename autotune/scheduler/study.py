@@ -32,6 +32,7 @@ from autotune.search.choose import Choice, choose, first_configs, why_no_winner
 from autotune.search.earlier import earlier_note, predicted_anew
 from autotune.search.layouts import plan_cluster
 from autotune.search.plan import Plan, make_plan
+from autotune.search.remaining import remaining
 from autotune.search.reuse import Reused, reusable, reused_note
 from autotune.search.space import parse_space
 from autotune.search.stopping import why_nothing
@@ -202,9 +203,9 @@ class StudyRun:
                 role is not TrialRole.REFERENCE or improves_reference(config, trials))), (TrialRole.SUGGESTED, None))
             if config is None:
                 config = await self._at.suggester.suggest(plan, trials, self._request.search, self._earlier)
-            if config is None:
-                return why_nothing(plan, trials, self._request.search)
-            assert plan.canonical(config) not in tried, config
+                if config is None:
+                    return why_nothing(plan, trials, self._request.search)
+                assert config in remaining(plan, trials), config
             await self._try(plan, role, config, total=total)
 
     async def _first(self, plan: Plan) -> list[tuple[TrialRole, TrainConfig]]:

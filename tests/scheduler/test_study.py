@@ -7,7 +7,8 @@ import pytest
 
 from autotune.domain.study import EventKind, Study, StudyPhase, StudyState, TrialRole, TrialState
 from autotune.store import Database
-from engine.report import FailureReport, Outcome, TrialReport, TrialRequest
+from engine.config import TrainConfig
+from engine.report import MAYBE_FROM_OUTSIDE, FailureReport, Outcome, TrialReport, TrialRequest
 from tests.support.launcher import FakeLauncher, by_micro_batch
 from tests.support.samples import sample_failure, sample_measurement, sample_report
 from tests.support.scheduling import finished, in_loop, scheduler, study_of, submit, trials_of
@@ -321,6 +322,24 @@ async def test_workers_that_cannot_start_fail_the_study_after_a_second_try(datab
     study = await run(database, launcher)
     assert (study.state, study.error) == (StudyState.FAILED, "no room for workers")
     assert launcher.starts_that_fail == 98
+
+
+@in_loop
+async def test_a_trial_that_was_killed_for_no_known_cause_is_tried_once_more(database: Database) -> None:
+    killed: list[TrainConfig] = []
+
+    def script(request: TrialRequest) -> TrialReport:
+        if request.config.micro_batch_size == 4 and not killed:
+            killed.append(request.config)
+            return TrialReport(outcome=Outcome.OOM_HOST, detail=f"rank 0: killed (signal 9); {MAYBE_FROM_OUTSIDE}")
+        return by_micro_batch(request)
+
+    study = await run(database, FakeLauncher(script=script))
+    assert (study.state, study.error) == (StudyState.SUCCEEDED, None)
+    assert study.best is not None
+    assert study.best.config.micro_batch_size == 4
+    outcomes = [trial.outcome for trial in trials_of(database, study) if trial.config == killed[0]]
+    assert outcomes == [Outcome.OOM_HOST, Outcome.OK]
 
 
 @in_loop
